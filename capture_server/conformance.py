@@ -1,0 +1,142 @@
+"""The kit that every store must pass; third parties run it against their own.
+
+``run_conformance`` takes factories of handles (each call stands for another worker; all must
+reach the same records). ``python -m capture_server.conformance --store URL`` does it for a store
+URL, and adds what only other processes can show. The promises: ``conformance_checks``.
+
+Invariant: a check that is reported as passed was really run; checks of optional methods are left
+out of the list when the method is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import secrets
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from capture_server.conformance_checks import (
+    CORE,
+    LINEAGE,
+    OPTIONAL,
+    Check,
+)
+from capture_server.conformance_kit import ConformanceError, Kit, make_entry
+from capture_server.stores.registry import open_resolver, open_store
+from middleware.errors import TokenCaptureError
+from middleware.protocols import CaptureStore, LineageResolver, TokenSink, TokenSource
+
+__all__ = ["ConformanceError", "main", "run_conformance"]
+
+_PROCESS_TIMEOUT_S: Final = 60
+
+
+async def run_conformance(
+    sink_factory: Callable[[], TokenSink],
+    source_factory: Callable[[], TokenSource],
+    lineage_factory: Callable[[], LineageResolver] | None = None,
+    *,
+    rollout_id: str = "conformance-rollout",
+) -> list[str]:
+    """Run every check that applies; return the names of those that passed.
+
+    All handles are closed at the end (twice: closing is idempotent). A run leaves its rollouts
+    behind under ids that start with ``rollout_id`` and a random part.
+
+    Raises:
+        ConformanceError: the first check that failed.
+    """
+    prefix = f"{rollout_id}.{secrets.token_hex(4)}"
+    kit = Kit(sink_factory, source_factory, lineage_factory, prefix)
+    probe = kit.sink()
+    checks = list(CORE)
+    checks += [c for names, c in OPTIONAL if all(hasattr(probe, name) for name in names)]
+    checks += LINEAGE if lineage_factory is not None else ()
+    passed = []
+    try:
+        for check in checks:
+            kit.check = _name(check)
+            await _run_check(kit, check)
+            passed.append(kit.check)
+    finally:
+        for handle in [*kit.handles, *kit.handles]:
+            await handle.close()
+    return passed
+
+
+def _name(check: Check) -> str:
+    return str(getattr(check, "__name__", check)).removeprefix("_")
+
+
+async def _run_check(kit: Kit, check: Check) -> None:
+    try:
+        await check(kit)
+    except ConformanceError:
+        raise
+    except Exception as exc:
+        raise ConformanceError(kit.check, f"unexpected {type(exc).__name__}: {exc}") from exc
+
+
+# --- from the command line -------------------------------------------------------------------
+
+
+async def _check_url(url: str) -> list[str]:
+    store = open_store(url)
+
+    def handles() -> CaptureStore:
+        return open_store(url) if store.is_process_shared() else store
+
+    passed = await run_conformance(
+        handles, handles, lambda: open_resolver(url, handles()), rollout_id="conformance"
+    )
+    if store.is_process_shared():
+        await _check_fresh_process(url)
+        passed.append("fresh_process")
+    await store.close()
+    return passed
+
+
+async def _check_fresh_process(url: str) -> None:
+    """Another process sees the record as soon as ``put`` returned."""
+    rollout = f"conformance.{secrets.token_hex(4)}.fresh"
+    store = open_store(url)
+    await store.put(make_entry(rollout, "c1"))
+    command = [sys.executable, "-m", "capture_server.conformance", "--store", url, "--freeze"]
+    found = await asyncio.to_thread(
+        subprocess.run, [*command, rollout], capture_output=True, timeout=_PROCESS_TIMEOUT_S
+    )
+    await store.close()
+    if found.returncode != 0 or found.stdout.split() != [b"c1"]:
+        raise ConformanceError("fresh_process", f"another process sees {found.stdout!r}")
+
+
+async def _freeze(url: str, rollout_id: str) -> list[str]:
+    store = open_store(url)
+    snapshot = await store.freeze(rollout_id)
+    await store.close()
+    return [entry.model_call_id for entry in snapshot.entries]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Check the store of a URL; exit code 0 when it conforms, 1 when not."""
+    parser = argparse.ArgumentParser(prog="python -m capture_server.conformance")
+    parser.add_argument("--store", required=True, metavar="URL", help="the store to check")
+    parser.add_argument("--freeze", metavar="ROLLOUT", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    try:
+        if options.freeze:
+            lines = asyncio.run(_freeze(options.store, options.freeze))
+        else:
+            lines = [f"ok   {name}" for name in asyncio.run(_check_url(options.store))]
+    except (ConformanceError, TokenCaptureError) as exc:
+        sys.stderr.write(f"FAIL {exc}\n")
+        return 1
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
