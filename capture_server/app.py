@@ -1,0 +1,159 @@
+"""The sidecar's application: capture middleware, proxy, control routes and their lifetimes.
+
+``create_app`` builds an ASGI application that any server can run; ``serve`` runs it under
+uvicorn as the CLI does. All wiring is here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final
+
+import uvicorn
+from fastapi import FastAPI
+from starlette.types import Receive, Scope, Send
+
+from capture_server.auth import exposure_notice
+from capture_server.config import Settings
+from capture_server.control_routes import install_control_routes
+from capture_server.engine_probe import EngineProbe
+from capture_server.logs import configure_logging
+from capture_server.proxy import UpstreamProxy
+from capture_server.stores.registry import open_resolver, open_store
+from middleware._version import __version__
+from middleware.asgi import CaptureMiddleware, CaptureOptions, EngineProvider
+from middleware.asgi_messages import json_messages
+from middleware.capture import health
+from middleware.dialects.choices import openai_error
+from middleware.engines import EngineProfile, engine_profile
+from middleware.open_calls import OpenCallRegistry
+from middleware.protocols import CaptureStore
+
+logger = logging.getLogger(__name__)
+
+_DRAIN_S: Final = 10.0
+_GRACEFUL_S: Final = 30
+
+
+def create_app(settings: Settings, *, store: CaptureStore | None = None) -> FastAPI:
+    """The sidecar as an ASGI application.
+
+    Args:
+        settings: validated settings; ``upstream`` None serves control routes only.
+        store: use this open store (the caller closes it) in place of ``settings.store``.
+
+    Raises:
+        ConfigurationError: the store or resolver cannot be opened with these settings.
+    """
+    own_store = store is None
+    capture_store = open_store(settings.store) if store is None else store
+    resolver = open_resolver(settings.store, capture_store)
+    calls = OpenCallRegistry()
+    proxy = (
+        UpstreamProxy(settings.upstream, api_key=_api_key(settings)) if settings.upstream else None
+    )
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        try:
+            if proxy is None:
+                yield
+            else:
+                async with proxy:
+                    yield
+        finally:
+            # Calls that the server cut at its deadline still write their records.
+            if not await calls.wait_idle(_DRAIN_S):
+                logger.error("%d calls still ran at shutdown", len(calls))
+            await resolver.close()
+            if own_store:
+                await capture_store.close()
+
+    app = FastAPI(
+        title="Token Capture",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.router.redirect_slashes = False
+    app.router.default = engine_app = proxy if proxy is not None else _no_upstream
+    install_control_routes(app, capture_store, settings, calls, readiness_checks=[_lost_marks])
+    app.add_middleware(
+        CaptureMiddleware,
+        engine_app=engine_app,
+        sink=capture_store,
+        resolver=resolver,
+        engine=_engine(settings, proxy),
+        options=CaptureOptions(
+            max_body_bytes=settings.max_body_bytes,
+            max_decoded_body_bytes=settings.max_decoded_body_bytes,
+            drain_on_disconnect=settings.on_disconnect == "drain",
+            delta_records=settings.delta_records,
+        ),
+        calls=calls,
+    )
+    return app
+
+
+def serve(settings: Settings) -> None:
+    """Run the sidecar until SIGTERM or SIGINT."""
+    configure_logging(settings.log_level, settings.log_format)
+    if (notice := exposure_notice(settings)) is not None:
+        logger.log(*notice, extra={"action": "exposure"})
+    app = create_app(settings)
+    listener = _bind(settings)
+    config = uvicorn.Config(
+        app,
+        http="httptools",
+        ws="none",
+        log_config=None,
+        access_log=False,
+        # The engine's own Date and Server reach the agent; none is added.
+        date_header=False,
+        server_header=False,
+        root_path=settings.root_path,
+        timeout_graceful_shutdown=_GRACEFUL_S,
+    )
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    print(f"token-capture {__version__} listening on http://{shown}:{port}", file=sys.stderr)  # noqa: T201
+    # uvicorn raises the signal that ended it once more; being told to end is no failure.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    uvicorn.Server(config).run(sockets=[listener])
+
+
+def _bind(settings: Settings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    return socket.create_server(
+        (settings.host, settings.port), family=family, backlog=2048, reuse_port=False
+    )
+
+
+def _engine(settings: Settings, proxy: UpstreamProxy | None) -> EngineProfile | EngineProvider:
+    if settings.engine == "auto" and proxy is not None:
+        return EngineProbe(proxy, api_key=_api_key(settings))
+    return engine_profile("vllm" if settings.engine == "auto" else settings.engine)
+
+
+def _api_key(settings: Settings) -> str | None:
+    return settings.engine_api_key
+
+
+async def _lost_marks() -> str | None:
+    """Red while a lost call could not even be marked (spec 03, ``mark_incomplete``)."""
+    if not health.marks_failing:
+        return None
+    return "a lost call could not be marked incomplete; see the log for its rollout"
+
+
+async def _no_upstream(scope: Scope, receive: Receive, send: Send) -> None:
+    message = "this sidecar has no engine behind it: start it with --upstream URL"
+    for part in json_messages(404, openai_error(404, "unknown_route", message)):
+        await send(part)

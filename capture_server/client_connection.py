@@ -1,0 +1,102 @@
+"""What both clients are made of: where to, as whom, how patiently. Sends nothing itself."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+
+from capture_server.client_requests import Answer, Call
+from capture_server.errors import SidecarUnreachableError
+from middleware.errors import ConfigurationError
+from middleware.paths import capture_base_url
+
+DEFAULT_SERVER: Final = "http://127.0.0.1:8900"
+_CONNECT_TIMEOUT_S: Final = 5.0
+
+
+def token_from_environment() -> str | None:
+    """The control token of this process: TOKEN_CAPTURE_CONTROL_TOKEN, or the file of ..._FILE.
+
+    Of several (a rotation) the first is used.
+
+    Raises:
+        ConfigurationError: the file cannot be read.
+    """
+    text = os.environ.get("TOKEN_CAPTURE_CONTROL_TOKEN", "")
+    file = os.environ.get("TOKEN_CAPTURE_CONTROL_TOKEN_FILE", "")
+    if not text and file:
+        try:
+            text = Path(file).expanduser().read_text(encoding="utf-8")
+        except OSError as exc:
+            raise ConfigurationError(f"cannot read {file}: {exc.strerror}") from exc
+    tokens = text.replace(",", " ").split()
+    return tokens[0] if tokens else None
+
+
+class Connection:
+    """The common part of ``RolloutClient`` and ``SyncRolloutClient``."""
+
+    def __init__(
+        self,
+        server: str | None = None,
+        *,
+        control_token: str | None = None,
+        timeout_s: float = 60.0,
+        retries: int = 4,
+    ) -> None:
+        self._server = (server or os.environ.get("TOKEN_CAPTURE_SERVER") or DEFAULT_SERVER).rstrip(
+            "/"
+        )
+        if not self._server.startswith(("http://", "https://")):
+            raise ConfigurationError(
+                f"{self._server!r} is no server URL; use one like {DEFAULT_SERVER}"
+            )
+        token = control_token if control_token is not None else token_from_environment()
+        self._auth = {"authorization": f"Bearer {token}"} if token else {}
+        self._timeout = httpx.Timeout(timeout_s, connect=_CONNECT_TIMEOUT_S)
+        self.retries = retries
+
+    @property
+    def server(self) -> str:
+        """The sidecar's address."""
+        return self._server
+
+    def base_url(self, rollout_id: str) -> str:
+        """The base URL to give to the agent of this rollout (ends in ``/v1``).
+
+        Raises:
+            InvalidIdError: the id is not valid.
+        """
+        return capture_base_url(self._server, rollout_id)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._server!r})"
+
+    def client_options(self) -> dict[str, Any]:
+        """Arguments for the httpx client."""
+        return {"timeout": self._timeout, "trust_env": False, "headers": self._auth}
+
+    def request_options(self, call: Call[Any]) -> dict[str, Any]:
+        """Arguments for one httpx request."""
+        return {
+            "method": call.method,
+            "url": self._server + call.path,
+            "params": dict(call.query),
+            "content": call.content,
+            "headers": call.headers,
+        }
+
+    def unreachable(self, exc: Exception) -> SidecarUnreachableError:
+        """The error after the last attempt got no answer."""
+        return SidecarUnreachableError(
+            f"no answer from {self._server} ({type(exc).__name__}: {exc}); is the sidecar running "
+            "there? (token-capture serve)"
+        )
+
+
+def answer_of(response: httpx.Response) -> Answer:
+    """The part of a response that parsing needs."""
+    return Answer(status=response.status_code, headers=response.headers, body=response.content)

@@ -1,0 +1,365 @@
+"""The control side of the HTTP API: status, freeze, snapshot, trajectories, retire, listing.
+
+Handlers only translate: the state machine is the store's, waiting is ``capture_server.freezing``,
+building is ``capture_server.trajectories``. Building and serialising run in a bounded number of
+threads, so that a large rollout delays no model call. ``R`` is
+``/ng-rollout/{rollout_id}/training-token-capture``. Source: spec 05.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from typing import Annotated, Any, Final
+
+import anyio
+import anyio.to_thread
+from fastapi import APIRouter, FastAPI, Path, Query, Request, Security
+from fastapi.responses import StreamingResponse
+from fastapi.security import HTTPBearer
+from starlette.responses import JSONResponse, Response
+
+from capture_server import snapshot_body as body_of
+from capture_server.auth import ControlGuard
+from capture_server.config import Settings
+from capture_server.control_models import (
+    ID_PATTERN,
+    BatchBody,
+    BatchRequest,
+    DeletedBody,
+    ErrorBody,
+    ListBody,
+    ListQuery,
+    RetiredBody,
+    RetireRequest,
+    SnapshotBody,
+    SnapshotQuery,
+    StaleSnapshotBody,
+    StatusBody,
+    SweepBody,
+    SweepRequest,
+    TrajectoriesBody,
+    TrajectoriesQuery,
+    TrajectoriesRequest,
+)
+from capture_server.errors import (
+    MethodNotAllowedError,
+    NotAcceptableError,
+    UnknownRouteError,
+    error_body,
+)
+from capture_server.errors_http import install_error_handlers
+from capture_server.freezing import OpenCalls, freeze_rollout, retire_current, retire_rollout
+from capture_server.guarded_route import guarded_route_class
+from capture_server.health_routes import ReadinessCheck, health_router
+from capture_server.negotiation import etag_matches, preferred_encoding, preferred_type
+from capture_server.trajectories_body import build_trajectories
+from middleware.errors import TokenCaptureError
+from middleware.paths import CAPTURE_SEGMENT, MAX_ID_LENGTH, ROLLOUT_SEGMENT, validate_rollout_id
+from middleware.protocols import CaptureStore
+
+__all__ = ["OpenCalls", "install_control_routes"]
+
+LISTING_PATH: Final = f"/{ROLLOUT_SEGMENT}"
+ROLLOUT_PATH: Final = f"/{ROLLOUT_SEGMENT}/{{rollout_id}}/{CAPTURE_SEGMENT}"
+JSON: Final = "application/json"
+NDJSON: Final = "application/x-ndjson"
+ARROW: Final = "application/vnd.apache.arrow.stream"
+_BATCH_CONCURRENCY: Final = 64
+
+RolloutId = Annotated[
+    str,
+    Path(
+        min_length=1,
+        max_length=MAX_ID_LENGTH,
+        pattern=ID_PATTERN,
+        description="id of one attempt of one agent at one task",
+    ),
+]
+
+_Responses = dict[int | str, dict[str, Any]]
+
+
+def _errors(*statuses: int, **models: type[ErrorBody]) -> _Responses:
+    """Documented error answers; ``default`` keeps the framework's 422 out of the document."""
+    documented: _Responses = {"default": {"model": ErrorBody, "description": "any other error"}}
+    for status in (401, *statuses):
+        documented[status] = {"model": models.get(f"m{status}", ErrorBody)}
+    return documented
+
+
+class _ControlRoutes:
+    """The handlers, bound to one store."""
+
+    def __init__(self, store: CaptureStore, settings: Settings, calls: OpenCalls | None) -> None:
+        self._store = store
+        self._grace_s = settings.freeze_grace_s
+        self._calls = calls
+        # Half the cores: the event loop that proxies model calls keeps the others.
+        self._threads = anyio.CapacityLimiter(max(2, (os.cpu_count() or 2) // 2))
+
+    async def status(self, rollout_id: RolloutId) -> StatusBody:
+        """Counts and state of a rollout, without token arrays."""
+        return StatusBody.of(await self._store.status(rollout_id))
+
+    async def freeze(self, rollout_id: RolloutId) -> StatusBody:
+        """Refuse new calls, wait a bounded time for running ones, and fix the snapshot."""
+        return StatusBody.of(
+            await freeze_rollout(self._store, self._calls, rollout_id, grace_s=self._grace_s)
+        )
+
+    async def snapshot(
+        self, rollout_id: RolloutId, query: Annotated[SnapshotQuery, Query()], request: Request
+    ) -> Response:
+        """The immutable view of a frozen rollout: JSON, or NDJSON with the header first."""
+        media_type = _negotiated(request, (JSON, NDJSON))
+        status = await self._store.status(rollout_id)
+        asked_etag = request.headers.get("if-none-match", "")
+        if status.state == "frozen" and asked_etag:
+            etag = _etag(status.snapshot_id or "", status.version)
+            if etag_matches(asked_etag, etag):
+                return Response(status_code=304, headers=_snapshot_headers(etag))
+        snapshot = await self._store.snapshot(rollout_id)
+        view = body_of.EntryView(fields=query.field_names, full_prompts=query.full_prompts)
+        write = body_of.ndjson_pieces if media_type == NDJSON else body_of.json_pieces
+        headers = _snapshot_headers(_etag(snapshot.snapshot_id, snapshot.version))
+        return self._stream(request, write(snapshot, view), media_type, headers)
+
+    async def get_trajectories(
+        self,
+        rollout_id: RolloutId,
+        query: Annotated[TrajectoriesQuery, Query()],
+        request: Request,
+    ) -> Response:
+        """Training rows or a rebuilt response, built from the frozen snapshot."""
+        asked = TrajectoriesRequest.model_validate(query.model_dump())
+        return await self._trajectories(rollout_id, asked, request)
+
+    async def post_trajectories(
+        self,
+        rollout_id: RolloutId,
+        request: Request,
+        body: TrajectoriesRequest | None = None,
+    ) -> Response:
+        """As GET, with the response that the verifier scored."""
+        return await self._trajectories(rollout_id, body or TrajectoriesRequest(), request)
+
+    async def _trajectories(
+        self, rollout_id: str, asked: TrajectoriesRequest, request: Request
+    ) -> Response:
+        _negotiated(request, (JSON,))
+        snapshot = await self._store.snapshot(rollout_id)
+        body = await anyio.to_thread.run_sync(
+            build_trajectories, snapshot, asked, limiter=self._threads
+        )
+        return self._stream(request, iter((body,)), JSON, {"vary": "accept, accept-encoding"})
+
+    async def retire(self, rollout_id: RolloutId, body: RetireRequest) -> RetiredBody:
+        """Remove exactly the snapshot that was consumed; a tombstone stays."""
+        await retire_rollout(
+            self._store, rollout_id, snapshot_id=body.snapshot_id, version=body.version
+        )
+        return RetiredBody()
+
+    async def delete(self, rollout_id: RolloutId) -> DeletedBody:
+        """Clear a rollout unconditionally, before its id is used again."""
+        return DeletedBody(existed=await self._store.delete(rollout_id))
+
+    async def list_rollouts(self, query: Annotated[ListQuery, Query()]) -> ListBody:
+        """Rollouts in id order, page by page."""
+        rows, next_cursor = await self._store.list_rollouts(
+            state=query.state, prefix=query.prefix, limit=query.limit, cursor=query.cursor
+        )
+        return ListBody(rollouts=[StatusBody.of(row) for row in rows], next_cursor=next_cursor)
+
+    async def batch(self, body: BatchRequest) -> BatchBody:
+        """One operation on many rollouts; each has its own result or error."""
+        results: dict[str, dict[str, Any]] = {rollout_id: {} for rollout_id in body.ids}
+        limiter = anyio.CapacityLimiter(_BATCH_CONCURRENCY)
+
+        async def one(rollout_id: str) -> None:
+            async with limiter:
+                try:
+                    validate_rollout_id(rollout_id)
+                    results[rollout_id] = await self._batch_item(body, rollout_id)
+                except TokenCaptureError as exc:
+                    results[rollout_id] = error_body(exc)
+
+        async with anyio.create_task_group() as group:
+            for rollout_id in results:
+                group.start_soon(one, rollout_id)
+        return BatchBody(results=results)
+
+    async def _batch_item(self, body: BatchRequest, rollout_id: str) -> dict[str, Any]:
+        if body.op == "freeze":
+            return (await self.freeze(rollout_id)).model_dump()
+        if body.op == "delete":
+            return (await self.delete(rollout_id)).model_dump()
+        consumed = body.snapshots.get(rollout_id)
+        if consumed is not None:
+            return (await self.retire(rollout_id, consumed)).model_dump()
+        await retire_current(self._store, rollout_id)
+        return RetiredBody().model_dump()
+
+    async def sweep(self, body: SweepRequest | None = None) -> SweepBody:
+        """Remove old tombstones of retired rollouts."""
+        age_s = (body or SweepRequest()).older_than_seconds
+        return SweepBody(removed=await self._store.sweep_retired(age_s))
+
+    def _stream(
+        self, request: Request, pieces: Iterator[bytes], media_type: str, headers: dict[str, str]
+    ) -> Response:
+        encoding = preferred_encoding(request.headers.get("accept-encoding", ""), body_of.ENCODINGS)
+        if encoding is not None:
+            headers = {**headers, "content-encoding": encoding}
+        produced = body_of.batched(body_of.encoded(pieces, encoding))
+        return StreamingResponse(
+            _in_threads(produced, self._threads), media_type=media_type, headers=headers
+        )
+
+
+async def _in_threads(
+    pieces: Iterator[bytes], limiter: anyio.CapacityLimiter
+) -> AsyncIterator[bytes]:
+    while (
+        piece := await anyio.to_thread.run_sync(next, pieces, None, limiter=limiter)
+    ) is not None:
+        yield piece
+
+
+def _negotiated(request: Request, offers: Sequence[str]) -> str:
+    accept = request.headers.get("accept", "")
+    chosen = preferred_type(accept, offers)
+    if chosen is None:
+        hint = " (Arrow is not in this release)" if ARROW in accept else ""
+        raise NotAcceptableError(f"this route answers {' or '.join(offers)}{hint}")
+    return chosen
+
+
+def _etag(snapshot_id: str, version: int) -> str:
+    return f'"{snapshot_id}:{version}"'
+
+
+def _snapshot_headers(etag: str) -> dict[str, str]:
+    return {
+        "etag": etag,
+        "vary": "accept, accept-encoding",
+        "cache-control": "private, no-cache",
+    }
+
+
+# --- wiring ------------------------------------------------------------------------------------
+
+
+def _control_router(routes: _ControlRoutes, guard: ControlGuard) -> APIRouter:
+    # For the document only: the guard has decided by then.
+    scheme = Security(HTTPBearer(auto_error=False, scheme_name="control_token"))
+    router = APIRouter(
+        route_class=guarded_route_class(guard),
+        tags=["control"],
+        generate_unique_id_function=lambda route: route.name,
+        dependencies=[scheme] if guard.needs_token else [],
+    )
+    methods_of: dict[str, list[str]] = {}
+
+    def add(
+        method: str, path: str, handler: Callable[..., Any], responses: _Responses, **extra: Any
+    ) -> None:
+        methods_of.setdefault(path, []).append(method)
+        # The form with a trailing slash answers too, without a redirect.
+        for form, shown in ((path, True), (f"{path}/", False)):
+            router.add_api_route(
+                form,
+                handler,
+                methods=[method],
+                responses=responses,
+                include_in_schema=shown,
+                **extra,
+            )
+
+    bad_id, store_down = 400, 503
+    usual = (bad_id, store_down)
+    add("GET", ROLLOUT_PATH, routes.status, _errors(*usual))
+    add("DELETE", ROLLOUT_PATH, routes.delete, _errors(*usual))
+    add("POST", f"{ROLLOUT_PATH}/freeze", routes.freeze, _errors(*usual, 410))
+    add(
+        "GET",
+        f"{ROLLOUT_PATH}/snapshot",
+        routes.snapshot,
+        {
+            **_errors(*usual, 406, 409, 410),
+            200: {
+                "model": SnapshotBody,
+                "content": {NDJSON: {"schema": {"type": "string"}}},
+                "description": "JSON; as NDJSON the first line has everything but the entries",
+            },
+            304: {"description": "the snapshot that the client has is current"},
+        },
+        response_class=JSONResponse,
+    )
+    built = {**_errors(*usual, 406, 409, 410), 200: {"model": TrajectoriesBody}}
+    add("GET", f"{ROLLOUT_PATH}/trajectories", routes.get_trajectories, built)
+    add("POST", f"{ROLLOUT_PATH}/trajectories", routes.post_trajectories, built)
+    stale = _errors(*usual, 409, m409=StaleSnapshotBody)
+    add("POST", f"{ROLLOUT_PATH}/retire", routes.retire, stale)
+    add("GET", LISTING_PATH, routes.list_rollouts, _errors(*usual))
+    add("POST", f"{LISTING_PATH}:batch", routes.batch, _errors(*usual))
+    add("POST", f"{LISTING_PATH}:sweep", routes.sweep, _errors(*usual))
+    _refuse_the_rest(router, methods_of)
+    return router
+
+
+_ALL_METHODS: Final = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
+
+
+def _refuse_the_rest(router: APIRouter, methods_of: dict[str, list[str]]) -> None:
+    """Known names with a wrong method: 405; any other segment under R: 404."""
+
+    def refuse_method(allowed: tuple[str, ...]) -> Callable[[Request], Awaitable[Response]]:
+        async def wrong_method(request: Request) -> Response:
+            raise MethodNotAllowedError(
+                f"{request.url.path} takes {' or '.join(allowed)}, not {request.method}",
+                allowed=allowed,
+            )
+
+        return wrong_method
+
+    async def unknown_route(request: Request) -> Response:
+        if "rollout_id" in request.path_params:
+            validate_rollout_id(request.path_params["rollout_id"])
+        raise UnknownRouteError(
+            f"no route {request.url.path}; model calls go to .../{CAPTURE_SEGMENT}/v1/..., "
+            "control routes are listed in /openapi.json"
+        )
+
+    # Plain routes, not guarded ones: an agent's mistake is answered without a control token.
+    for path, methods in methods_of.items():
+        others = [method for method in _ALL_METHODS if method not in methods]
+        handler = refuse_method(tuple(methods))
+        for form in (path, f"{path}/"):
+            router.add_route(form, handler, methods=others, include_in_schema=False)
+    router.add_route(
+        ROLLOUT_PATH + "/{rest:path}",
+        unknown_route,
+        methods=list(_ALL_METHODS),
+        include_in_schema=False,
+    )
+
+
+def install_control_routes(
+    app: FastAPI,
+    store: CaptureStore,
+    settings: Settings,
+    calls: OpenCalls | None = None,
+    *,
+    readiness_checks: Sequence[ReadinessCheck] = (),
+) -> None:
+    """Add the control and health routes and the error shape to the application.
+
+    ``calls`` is whoever serves model calls in this process (None: nobody does). Each readiness
+    check returns None, or the reason why ``/readyz`` must be red. The caller keeps the store.
+    """
+    install_error_handlers(app)
+    app.include_router(health_router(store, readiness_checks))
+    routes = _ControlRoutes(store, settings, calls)
+    app.include_router(_control_router(routes, ControlGuard(settings)))
