@@ -104,10 +104,10 @@ def create_app(settings: Settings, *, store: CaptureStore | None = None) -> Fast
 def serve(settings: Settings) -> None:
     """Run the sidecar until SIGTERM or SIGINT."""
     configure_logging(settings.log_level, settings.log_format)
-    if (notice := exposure_notice(settings)) is not None:
-        logger.log(*notice, extra={"action": "exposure"})
     app = create_app(settings)
     listener = _bind(settings)
+    if (notice := exposure_notice(settings)) is not None:
+        logger.log(*notice, extra={"action": "exposure"})
     config = uvicorn.Config(
         app,
         http="httptools",
