@@ -6,9 +6,6 @@ that leaves stops its generation within one token, streaming or not.
 
 from __future__ import annotations
 
-import asyncio
-import socket
-import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
@@ -41,6 +38,7 @@ from capture_server.demo.wire_requests import (
     check_model,
     parse_body,
 )
+from capture_server.in_thread import served_in_thread
 
 _Body = TypeVar("_Body", bound=BaseModel)
 _Data = TypeVar("_Data", bytes, str)
@@ -48,7 +46,6 @@ _Result = TypeVar("_Result")
 
 _BIG_BODY_BYTES = 16_384  # above it, reading and rendering the body leaves the event loop
 _START_TIMEOUT_S = 10.0
-_STOP_TIMEOUT_S = 5.0
 _SCALE_OUT_PATHS = (
     "/v1/chat/completions/render",
     "/v1/chat/completions/derender",
@@ -100,27 +97,11 @@ async def running_engine(
     ``port=0`` takes a free one. On the way out running answers are aborted and the thread ends.
     """
     engine = engine or DemoEngine()
-    listener = socket.create_server((host, port), backlog=1024)
-    config = uvicorn.Config(
-        create_engine_app(engine),
-        log_level="warning",
-        access_log=False,
-        timeout_graceful_shutdown=int(_STOP_TIMEOUT_S),
-    )
-    server = uvicorn.Server(config)
-    thread = threading.Thread(
-        target=server.run, args=([listener],), name="demo-engine", daemon=True
-    )
-    thread.start()
-    try:
-        await _until_started(server, thread)
-        yield f"http://{host}:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        engine.abort_all()
-        with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(thread.join, _STOP_TIMEOUT_S + 1)
-        listener.close()
+    async with served_in_thread(create_engine_app(engine), host=host, port=port) as url:
+        try:
+            yield url
+        finally:
+            engine.abort_all()
 
 
 class _Routes:
@@ -325,14 +306,6 @@ async def _engine_error(_request: Request, exc: Exception) -> Response:
 
 async def _unreadable_body(_request: Request, _exc: Exception) -> Response:
     return _json({"detail": "There was an error parsing the body"}, 400)
-
-
-async def _until_started(server: uvicorn.Server, thread: threading.Thread) -> None:
-    deadline = time.monotonic() + _START_TIMEOUT_S
-    while not server.started:
-        if not thread.is_alive() or time.monotonic() > deadline:
-            raise RuntimeError("The demo engine's server did not start; see its log")
-        await asyncio.sleep(0.005)
 
 
 def serve(engine: DemoEngine, *, host: str, port: int) -> None:

@@ -101,6 +101,7 @@ def test_takes_the_narrowest_type(values: list[int], kind: type) -> None:
         [-1], [1, 2, -5], [2**64], [2**64, -1], [True], [1, False], [1.0], [1.5], ["1"], [None],
         [[1]], [b"1"], None, "12", b"12", 5, np.array([1.5]), np.array([True]), np.array([[1]]),
         np.array([-1]), array.array("d", [1.0]), [10**5000],
+        [np.array([1, 2])], [np.bool_(True)], [np.float64(1.0)], [float("nan")],
     ],
 )  # fmt: skip
 def test_refuses_what_is_no_token_id(bad: object) -> None:
@@ -168,7 +169,9 @@ def test_shares_instead_of_copying() -> None:
         {"dtype": "<i4", "b64": "AAA="}, {"dtype": "<i2", "b64": ""}, {"dtype": "<f4", "b64": ""},
         {"dtype": ">i4", "b64": ""}, {"dtype": "<i4", "b64": "####"}, {"dtype": "<i4", "b64": "é"},
         {"dtype": "<i4", "b64": "/////w=="}, {"dtype": "<i4", "b64": None}, {"dtype": "<i4"},
-        [], None, {"dtype": ["<i4"], "b64": ""},
+        [], None, {"dtype": ["<i4"], "b64": ""}, {"dtype": "<i4", "b64": "AQAAAA"},
+        {"dtype": "<i4", "b64": "_-8_AA=="}, {"dtype": "<i4", "b64": "AQAA\nAA=="},
+        {"dtype": "<i4", "b64": "AQAAAB=="}, {"dtype": "<i4", "b64": "AQAAAA==AQAAAA=="},
     ],
 )  # fmt: skip
 def test_refuses_a_broken_packed_form(form: object) -> None:
