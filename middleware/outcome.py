@@ -67,9 +67,9 @@ def judge_stream(reader: ChoicesReader, ending: Ending, *, done_seen: bool) -> O
     """
     if reader.error_seen:
         return _cut(reader, "upstream_error")
-    if reader.complete:
-        broken = ending is not Ending.CLEAN and not done_seen
-        return _whole(reader, delivered=False if broken else None)
+    clean = ending is Ending.CLEAN or done_seen
+    if reader.complete or (clean and reader.all_finished):
+        return _whole(reader, delivered=None if clean else False)
     if ending is Ending.CLIENT_GONE:
         return _cut(reader, "client_disconnect")
     if ending is Ending.RESET and not done_seen:

@@ -116,8 +116,13 @@ class ChoicesReader:
     @property
     def complete(self) -> bool:
         """Every expected choice has its finish reason."""
-        finished = sum(1 for choice in self._choices.values() if choice.finish_reason)
-        return finished >= self._num_choices
+        return len(self._choices) >= self._num_choices and self.all_finished
+
+    @property
+    def all_finished(self) -> bool:
+        """Every choice that appeared has its finish reason (some engines ignore ``n``)."""
+        choices = self._choices.values()
+        return bool(choices) and all(choice.finish_reason for choice in choices)
 
     def feed(self, payload: Mapping[str, Any]) -> None:
         """Take one chunk, or the whole answer. Defects are kept, not raised."""
@@ -198,7 +203,7 @@ class ChoicesReader:
         for index, choice in self._choices.items():
             if choice.visible and not choice.ids and not self._echo:
                 raise AnswerDefect("missing_token_ids", f"choice {index} has text but no token ids")
-        if self.complete or not self._choices:
+        if self.all_finished:
             self._check_usage()
         return Answer(
             choices=[self._choice_answer(index) for index in sorted(self._choices)],

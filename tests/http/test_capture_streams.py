@@ -306,6 +306,16 @@ async def test_a_client_that_leaves_during_the_held_tail() -> None:
     assert (tokens(entry)[0], entry.delivered, entry.finish_reason) == ([11, 12], False, "stop")
 
 
+async def test_an_engine_that_ignores_n() -> None:
+    """Fewer choices than asked for, all ended: a whole answer, not a cut one."""
+    answer = stream(ROLE, delta("a", [11]), delta("", [2], finish="stop"), DONE)
+    async with scripted_engine([answer]) as engine, sidecar(engine.url) as car:
+        await car.http.post(CHAT, json=STREAM | {"n": 2})
+        (entry,) = await car.entries()
+
+    assert (entry.finish_reason, entry.delivered) == ("stop", True)
+
+
 async def test_a_line_of_megabytes_passes() -> None:
     """C25: the first chunk of a long context is one line of megabytes."""
     prompt = list(range(400_000))
