@@ -55,5 +55,5 @@ $(STAMP): pyproject.toml
 		"Python 3.11 or newer is needed; name one: make PYTHON=python3.11 ...")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "setting up $(VENV) ..."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input -e '.[dev]'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-input -e '.[dev]'
 	@touch $@

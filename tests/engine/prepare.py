@@ -99,8 +99,8 @@ def prepare_venv(directory: Path, say: bool) -> None:
         if say:
             print(f"prepare: installing {REQUIREMENT} (about 3.5 GB, some minutes)", flush=True)
         venv.create(directory, with_pip=True, clear=True)
-        run(python, "-m", "pip", "install", "--quiet", "--no-input", REQUIREMENT)
-    run(python, "-m", "pip", "uninstall", "--quiet", "--yes", *UNLOADABLE)
+        run(python, "-m", "pip", "install", "-qq", "--no-input", REQUIREMENT)
+    run(python, "-m", "pip", "uninstall", "-qq", "--yes", *UNLOADABLE)
     if installed_version(python, "vllm") is None:
         add_vllm_metadata(python)
     run(directory / "bin/vllm", "--version", env=os.environ | {"VLLM_NO_USAGE_STATS": "1"})

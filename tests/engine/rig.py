@@ -157,7 +157,7 @@ class Engine(Process):
         Raises:
             httpx.HTTPStatusError: it refused.
         """
-        response = httpx.post(f"{self.url}{path}", json=body, timeout=120)
+        response = httpx.post(f"{self.url}{path}", json=body, timeout=300)
         response.raise_for_status()
         answer: dict[str, Any] = response.json()
         return answer

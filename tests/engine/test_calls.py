@@ -124,13 +124,13 @@ def test_an_abandoned_stream_is_kept_as_far_as_it_was_seen(
     wait_until(lambda: engine.running_requests() == 0, "the engine to be idle", within_s=10)
     wait_until(lambda: rollout.get().json()["calls"] == 1, "the call to be recorded", within_s=10)
     (entry,) = rollout.frozen_calls().values()
-    (choice,) = asked_directly(engine, body)
     seen = len(entry["generation_token_ids"])
+    assert 1 <= seen < LONG["max_tokens"]
+    (choice,) = asked_directly(engine, body | {"max_tokens": seen, "min_tokens": seen})
 
     assert entry["finish_reason"] == "client_disconnect"
     assert entry["delivered"] is False
-    assert 1 <= seen < LONG["max_tokens"]
-    assert entry["generation_token_ids"] == choice["token_ids"][:seen]
+    assert entry["generation_token_ids"] == choice["token_ids"]
     assert rollout.rows()["rows"] == [], "a call that nobody kept is trained on by nobody"
 
 
