@@ -1,16 +1,18 @@
 """Store URLs: which store a setting means, and whether a custom one can keep its promises.
 
-``file:///abs/dir`` or a bare path, ``memory:``, ``package.module:Class?key=value``. Invariant: a
+``file:///abs/dir`` or a bare path, ``postgresql://...``, ``http(s)://sidecar:8900``, ``memory:``,
+``package.module:Class?key=value``. Invariant: a
 store that is returned has the methods that capture needs; what is missing is named at start-up,
 not found out when the first call is lost.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, cast
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -18,6 +20,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from capture_server.stores.file import TokenCaptureStore
 from capture_server.stores.lineage import FileLineageStore, MemoryLineageStore
 from capture_server.stores.memory import MemoryCaptureStore
+from capture_server.stores.spill import SpillLog, spill_directory
 from middleware.errors import ConfigurationError
 from middleware.protocols import CaptureStore, QueryResolver
 
@@ -25,44 +28,89 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_STORE_URL: Final = "~/.local/share/token-capture"
 
+_POSTGRES: Final = ("postgresql", "postgres")
 _SINK_METHODS: Final = ("put", "mark_incomplete", "close")
 _SOURCE_METHODS: Final = ("freeze", "drop", "close")
 _RESOLVER_METHODS: Final = ("resolve", "is_process_shared", "close")
-_LATER: Final = {
-    "postgres": "the PostgreSQL store",
-    "postgresql": "the PostgreSQL store",
-    "http": "the remote store",
-    "https": "the remote store",
-}
 
 
-def open_store(url: str = DEFAULT_STORE_URL) -> CaptureStore:
-    """The store that ``url`` means. Nothing is written yet.
+def open_store(url: str = DEFAULT_STORE_URL, *, spill_dir: Path | None = None) -> CaptureStore:
+    """The store that ``url`` means. Nothing is written yet (PostgreSQL: the schema is checked).
 
     A custom class must at least be a sink (``put``, ``mark_incomplete``, ``close``).
+    ``spill_dir`` is where file and remote stores keep what they cannot deliver (default: see
+    ``spill.spill_directory``).
 
     Raises:
-        ConfigurationError: the URL is not understood, not supported in this release, or its
-            class lacks methods; the message says what to use.
+        ConfigurationError: the URL is not understood, its class lacks methods, its package is not
+            installed, or its database is not migrated; the message says what to do.
+        StoreUnavailableError: no connection to the database.
     """
     scheme = _scheme(url)
-    if scheme in _LATER:
-        raise ConfigurationError(
-            f"{_LATER[scheme]} ({scheme}://) is not part of this release yet; use "
-            "file:///absolute/directory"
-        )
     if scheme == "memory":
         return MemoryCaptureStore()
     if scheme == "file":
-        return TokenCaptureStore(_directory(url))
+        return _open_file_store(_directory(url), spill_dir)
+    if scheme in _POSTGRES:
+        return _open_postgres_store(url, spill_dir)
+    if scheme in ("http", "https"):
+        # Here, not above: an engine process with a file store needs no HTTP client.
+        from capture_server.stores.remote import RemoteCaptureStore
+
+        return RemoteCaptureStore(url, spill_dir=spill_dir)
     if _is_class_url(url):
         return cast("CaptureStore", load_sink(url))
     if scheme:
         raise ConfigurationError(
             f"store URL {url!r} is not understood; use file:///absolute/directory, a path, "
-            "memory: or package.module:Class"
+            "postgresql://user@host/database, http://sidecar:8900, memory: or package.module:Class"
         )
-    return TokenCaptureStore(url)
+    return _open_file_store(Path(url), spill_dir)
+
+
+def _open_file_store(root: Path, spill_dir: Path | None) -> TokenCaptureStore:
+    absolute = root.expanduser().absolute()
+    spill = SpillLog(spill_directory(str(absolute), spill_dir))
+    return TokenCaptureStore(absolute, spill=spill)
+
+
+def _open_postgres_store(url: str, spill_dir: Path | None) -> CaptureStore:
+    with _driver_needed():
+        from capture_server.stores.postgres import open_postgres_store
+    return open_postgres_store(url, spill_dir=spill_dir)
+
+
+def migrate_store(*, given: str | None, configured: str) -> Sequence[Any]:
+    """Bring a PostgreSQL store's schema up to date; return the applied ``Migration``s.
+
+    ``given`` comes from the command line, ``configured`` from the settings.
+
+    Raises:
+        ConfigurationError: no PostgreSQL URL, a password on the command line, a newer schema.
+        StoreError: the database is not reachable or refuses.
+    """
+    url = given or configured
+    if _scheme(url) not in _POSTGRES:
+        raise ConfigurationError("only postgresql:// stores have tables to migrate; name one")
+    if given and (urlsplit(given).password or "password=" in urlsplit(given).query):
+        raise ConfigurationError(
+            "a password in an argument is visible to every user of this machine: set "
+            "TOKEN_CAPTURE_STORE to the URL, or PGPASSWORD or PGPASSFILE beside --store"
+        )
+    with _driver_needed():
+        from capture_server.stores.migrate import migrate
+    return migrate(url)
+
+
+@contextlib.contextmanager
+def _driver_needed() -> Iterator[None]:
+    """Around the imports that need the extra ``postgres``."""
+    try:
+        yield
+    except ImportError as exc:
+        raise ConfigurationError(
+            "a postgresql:// store needs its driver: pip install 'token-capture[postgres]'"
+        ) from exc
 
 
 def open_resolver(url: str, store: CaptureStore) -> QueryResolver:
@@ -86,6 +134,22 @@ def open_resolver(url: str, store: CaptureStore) -> QueryResolver:
             "continuation would stay unresolved; add them, or a method open_resolver()"
         )
     return cast("QueryResolver", custom)
+
+
+def require_process_shared(store: object, resolver: object, *, workers: int) -> None:
+    """Refuse a store or resolver that several workers cannot share.
+
+    Raises:
+        ConfigurationError: says what to configure instead.
+    """
+    for what, part in (("store", store), ("lineage resolver", resolver)):
+        is_shared = getattr(part, "is_process_shared", None)
+        if is_shared is None or not is_shared():
+            raise ConfigurationError(
+                f"{workers} workers cannot share this {what} ({type(part).__name__}): each would "
+                "see its own calls only. Use a file:///, postgresql:// or http:// store (a "
+                "custom class says with is_process_shared() that it is shared), or --workers 1"
+            )
 
 
 def load_sink(url: str, **extra: Any) -> Any:

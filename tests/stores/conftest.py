@@ -13,8 +13,18 @@ import pytest
 from capture_server.stores.file import TokenCaptureStore
 from capture_server.stores.filesystem import FileSystem
 from capture_server.stores.memory import MemoryCaptureStore
+from capture_server.stores.postgres import PostgresCaptureStore
 from middleware.protocols import CallIntent
 from middleware.records import TokenEntry
+from tests.stores.postgres_server import (
+    database,
+    killable,
+    migrated,
+    own_server,
+    server_url,
+)
+
+__all__ = ["database", "killable", "migrated", "own_server", "server_url"]  # fixtures
 
 
 class FaultyFileSystem(FileSystem):
@@ -153,11 +163,15 @@ async def file_store(tmp_path: Path):
     await store.close()
 
 
-@pytest.fixture(params=["memory", "file"])
+@pytest.fixture(params=["memory", "file", "postgres"])
 async def store(request: pytest.FixtureRequest, tmp_path: Path):
     """Every store of this package: one contract suite runs over them all."""
-    made: Any = (
-        MemoryCaptureStore() if request.param == "memory" else TokenCaptureStore(tmp_path / "store")
-    )
+    made: Any
+    if request.param == "memory":
+        made = MemoryCaptureStore()
+    elif request.param == "file":
+        made = TokenCaptureStore(tmp_path / "store")
+    else:
+        made = PostgresCaptureStore(request.getfixturevalue("database"))
     yield made
     await made.close()

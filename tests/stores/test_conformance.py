@@ -130,7 +130,9 @@ async def test_a_minimal_sink_is_checked_for_what_it_has(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("url", "code"), [("memory:", 0), ("postgresql://x/y", 1)], ids=["memory", "unsupported"]
+    ("url", "code"),
+    [("memory:", 0), ("postgresql://127.0.0.1:1/y", 1)],
+    ids=["memory", "unreachable"],
 )
 def test_command_line(url, code, capsys, monkeypatch):
     """Third parties run it with a store URL; the exit code tells."""

@@ -411,6 +411,7 @@ async def test_status_counts_without_tokens(store, entry, intent):
     assert (
         status.drifted_calls, status.first_call_at, status.last_call_at, status.snapshot_id,
     ) == (1, 1.0, 9.0, None)  # fmt: skip
+    assert list(status.drifted) == [{"model_call_id": "c2", "drift_at": 4, "parent_call_id": "c1"}]
 
 
 async def test_listing_pages_in_id_order(store, entry):

@@ -271,7 +271,7 @@ async def test_owed_marks_are_written_without_any_traffic(faulty_store, fs, entr
         await faulty_store.put(entry("c1"))
     fs.heal()
     async with asyncio.timeout(20):
-        while len(faulty_store._committer.owed):  # noqa: ASYNC110 - a thread empties it
+        while len(faulty_store._committer.owed):
             await asyncio.sleep(0.02)
 
     assert await frozen(faulty_store) == ([], [("store_failure", "c1")])

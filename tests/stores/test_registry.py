@@ -79,13 +79,6 @@ def test_memory_url():
     assert isinstance(open_store("memory:"), MemoryCaptureStore)
 
 
-@pytest.mark.parametrize("url", ["postgresql://h/db", "postgres://h", "http://h:8900", "https://h"])
-def test_stores_of_a_later_release_say_so(url):
-    """The message names what is missing and what to use."""
-    with pytest.raises(ConfigurationError, match="not part of this release yet"):
-        open_store(url)
-
-
 @pytest.mark.parametrize(
     "url",
     ["file://host/dir", "file:relative", "file:///d?x=1", "redis://h", "s3://bucket/x"],
