@@ -24,15 +24,19 @@ from capture_server.control_routes import install_control_routes
 from capture_server.engine_probe import EngineProbe
 from capture_server.logs import configure_logging
 from capture_server.proxy import UpstreamProxy
+from capture_server.staging.external_capture import open_staged_calls
+from capture_server.store_rpc import install_store_rpc
 from capture_server.stores.registry import open_resolver, open_store
+from capture_server.workers import check_workers, serve_workers
 from middleware._version import __version__
-from middleware.asgi import CaptureMiddleware, CaptureOptions, EngineProvider
+from middleware.asgi import CaptureMiddleware, CaptureOptions
 from middleware.asgi_messages import json_messages
 from middleware.capture import health
 from middleware.dialects.choices import openai_error
 from middleware.engines import EngineProfile, engine_profile
 from middleware.open_calls import OpenCallRegistry
 from middleware.protocols import CaptureStore
+from middleware.token_origin import EngineProvider
 
 logger = logging.getLogger(__name__)
 
@@ -51,12 +55,16 @@ def create_app(settings: Settings, *, store: CaptureStore | None = None) -> Fast
         ConfigurationError: the store or resolver cannot be opened with these settings.
     """
     own_store = store is None
-    capture_store = open_store(settings.store) if store is None else store
+    capture_store = (
+        open_store(settings.store, spill_dir=settings.spill_dir) if store is None else store
+    )
     resolver = open_resolver(settings.store, capture_store)
     calls = OpenCallRegistry()
     proxy = (
         UpstreamProxy(settings.upstream, api_key=_api_key(settings)) if settings.upstream else None
     )
+
+    engine = _engine(settings, proxy)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -64,7 +72,7 @@ def create_app(settings: Settings, *, store: CaptureStore | None = None) -> Fast
             if proxy is None:
                 yield
             else:
-                async with proxy:
+                async with proxy, _asking(engine):
                     yield
         finally:
             # Calls that the server cut at its deadline still write their records.
@@ -83,13 +91,17 @@ def create_app(settings: Settings, *, store: CaptureStore | None = None) -> Fast
     )
     app.router.redirect_slashes = False
     app.router.default = engine_app = proxy if proxy is not None else _no_upstream
+    install_store_rpc(app, capture_store, resolver, settings)
     install_control_routes(app, capture_store, settings, calls, readiness_checks=[_lost_marks])
     app.add_middleware(
         CaptureMiddleware,
         engine_app=engine_app,
         sink=capture_store,
         resolver=resolver,
-        engine=_engine(settings, proxy),
+        engine=engine,
+        staging=open_staged_calls(
+            settings.external_staging, capture_store, workers=settings.workers
+        ),
         options=CaptureOptions(
             max_body_bytes=settings.max_body_bytes,
             max_decoded_body_bytes=settings.max_decoded_body_bytes,
@@ -102,12 +114,29 @@ def create_app(settings: Settings, *, store: CaptureStore | None = None) -> Fast
 
 
 def serve(settings: Settings) -> None:
-    """Run the sidecar until SIGTERM or SIGINT."""
+    """Run the sidecar until SIGTERM or SIGINT, in ``settings.workers`` processes.
+
+    Raises:
+        ConfigurationError: it cannot start with these settings.
+    """
     configure_logging(settings.log_level, settings.log_format)
-    app = create_app(settings)
+    app = create_app(settings) if settings.workers == 1 else None
+    if app is None:
+        check_workers(settings)
     listener = _bind(settings)
     if (notice := exposure_notice(settings)) is not None:
         logger.log(*notice, extra={"action": "exposure"})
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    print(f"token-capture {__version__} listening on http://{shown}:{port}", file=sys.stderr)  # noqa: T201
+    if app is not None:
+        run_server(app, settings, listener)
+    else:
+        serve_workers(settings, listener, stop_timeout_s=_GRACEFUL_S + 2 * _DRAIN_S)
+
+
+def run_server(app: FastAPI, settings: Settings, listener: socket.socket) -> bool:
+    """Serve in this process until SIGTERM or SIGINT; False if it could not begin to."""
     config = uvicorn.Config(
         app,
         http="httptools",
@@ -120,26 +149,42 @@ def serve(settings: Settings) -> None:
         root_path=settings.root_path,
         timeout_graceful_shutdown=_GRACEFUL_S,
     )
-    host, port = listener.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    print(f"token-capture {__version__} listening on http://{shown}:{port}", file=sys.stderr)  # noqa: T201
     # uvicorn raises the signal that ended it once more; being told to end is no failure.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
-    uvicorn.Server(config).run(sockets=[listener])
+    server = uvicorn.Server(config)
+    server.run(sockets=[listener])
+    return server.started
 
 
 def _bind(settings: Settings) -> socket.socket:
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    return socket.create_server(
+    listener = socket.create_server(
         (settings.host, settings.port), family=family, backlog=2048, reuse_port=False
     )
+    # Accepted sockets inherit it. asyncio sets it itself only where the socket's protocol is
+    # named; without it an answer's second write waits 40 ms for the client's acknowledgement.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
 
 
 def _engine(settings: Settings, proxy: UpstreamProxy | None) -> EngineProfile | EngineProvider:
     if settings.engine == "auto" and proxy is not None:
         return EngineProbe(proxy, api_key=_api_key(settings))
     return engine_profile("vllm" if settings.engine == "auto" else settings.engine)
+
+
+@asynccontextmanager
+async def _asking(engine: EngineProfile | EngineProvider) -> AsyncIterator[None]:
+    """Ask the engine at start what it is; the first call need not wait for it."""
+    if not isinstance(engine, EngineProbe):
+        yield
+        return
+    engine.start()
+    try:
+        yield
+    finally:
+        await engine.close()
 
 
 def _api_key(settings: Settings) -> str | None:

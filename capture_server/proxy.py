@@ -15,7 +15,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import aiohttp
 from multidict import CIMultiDict
@@ -25,7 +25,7 @@ from yarl import URL
 from middleware.asgi import CALL_SCOPE_KEY, raw_path_of
 from middleware.asgi_messages import json_messages
 from middleware.dialects.choices import openai_error
-from middleware.errors import UpstreamError
+from middleware.errors import InvalidInputError, UpstreamError
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,7 @@ _HOP_BY_HOP: Final = frozenset(
     }
 )
 _NOT_FORWARDED: Final = _HOP_BY_HOP | {b"host", b"content-length", b"expect"}
+_IDEMPOTENT: Final = frozenset({"GET", "HEAD", "OPTIONS", "PUT", "DELETE"})
 _AUTO_HEADERS: Final = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
 _READ_BUFFER: Final = 1 << 18
 _MAX_HEADER: Final = 1 << 16
@@ -68,7 +69,9 @@ class UpstreamProxy:
 
     async def __aenter__(self) -> Self:
         # No limit on connections: a wave of rollouts must not queue behind a pool.
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)
+        connector = _CleanConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)
+        trace = aiohttp.TraceConfig()
+        trace.on_connection_reuseconn.append(_note_reuse)
         self._session = aiohttp.ClientSession(
             connector=connector,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
@@ -79,6 +82,7 @@ class UpstreamProxy:
             max_line_size=_MAX_HEADER,
             max_field_size=_MAX_HEADER,
             skip_auto_headers=_AUTO_HEADERS,
+            trace_configs=[trace],
         )
         return self
 
@@ -120,6 +124,9 @@ class UpstreamProxy:
         exchange = _Forwarding(self, scope, receive, send)
         try:
             await exchange.run()
+        except InvalidInputError as error:
+            for message in json_messages(400, openai_error(400, error.code, str(error))):
+                await send(message)
         except UpstreamError as error:
             if CALL_SCOPE_KEY in scope:
                 raise
@@ -131,8 +138,15 @@ class UpstreamProxy:
                 await send(message)
 
     def target(self, scope: Scope) -> URL:
-        """Where the request goes: base, the path as it came, the query as it came."""
+        """Where the request goes: base, the path as it came, the query as it came.
+
+        Raises:
+            InvalidInputError: the target is no path.
+        """
         path = raw_path_of(scope)
+        if not path.startswith(b"/"):
+            # "*@elsewhere/x" behind the base URL would name another host.
+            raise InvalidInputError("the request target must be a path that starts with '/'")
         root = scope.get("root_path", "").encode()
         if root and path.startswith(root.rstrip(b"/") + b"/"):
             path = path[len(root.rstrip(b"/")) :]
@@ -146,7 +160,7 @@ class UpstreamProxy:
         connection = _named_by_connection(scope["headers"])
         for name, value in scope["headers"]:
             if name.lower() not in _NOT_FORWARDED and name.lower() not in connection:
-                headers.add(name.decode("latin-1"), value.decode("latin-1"))
+                headers.add(name.decode("latin-1"), _header_text(value))
         if self._api_key is not None:
             headers["Authorization"] = f"Bearer {self._api_key}"
         return headers
@@ -189,7 +203,7 @@ class _Forwarding:
             async with response:
                 await self._pass_on(response)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise UpstreamError(f"{type(error).__name__}: {error}") from error
+            raise UpstreamError(_cause(error)) from error
 
     async def _request(self, data: bytes | AsyncIterator[bytes] | None) -> aiohttp.ClientResponse:
         proxy, scope = self._proxy, self._scope
@@ -198,17 +212,27 @@ class _Forwarding:
             length = dict(scope["headers"]).get(b"content-length")
             if length is not None:
                 headers["Content-Length"] = length.decode("latin-1")
-        for last_try in (False, True):
+        used: dict[str, bool] = {}
+        may_repeat = not isinstance(data, AsyncIterator) and (
+            CALL_SCOPE_KEY in scope or method in _IDEMPOTENT
+        )
+        while True:
+            used.clear()
             try:
                 return await proxy.session.request(
-                    method, url, headers=headers, data=data, allow_redirects=False
+                    method,
+                    url,
+                    headers=headers,
+                    data=data,
+                    allow_redirects=False,
+                    trace_request_ctx=used,
                 )
             except aiohttp.ServerDisconnectedError:
-                # An idle pooled connection that the engine closed at this very moment. Nothing
-                # of an answer was seen, so asking once more cannot show the client two answers.
-                if last_try or isinstance(data, AsyncIterator):
+                # Most likely a pooled connection that the engine closed at this very moment. A
+                # model call may be asked again: nothing of a first answer reached anybody.
+                if not (may_repeat and used.get("reused")):
                     raise
-        raise AssertionError("unreachable")
+                may_repeat = False
 
     async def _request_data(self) -> bytes | AsyncIterator[bytes] | None:
         first = await self._receive()
@@ -247,6 +271,42 @@ class _Forwarding:
         async for chunk in response.content.iter_any():
             await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class _CleanConnector(aiohttp.TCPConnector):
+    """Never hands out a pooled connection on which the engine said something unasked.
+
+    aiohttp checks only that it is connected; surplus bytes would become the next call's answer.
+    """
+
+    async def _get(self, key: Any, traces: Any) -> Any:
+        while (connection := await super()._get(key, traces)) is not None:
+            protocol = connection.protocol
+            if protocol is None or not protocol.should_close:
+                return connection
+            connection.close()
+        return None
+
+
+async def _note_reuse(session: aiohttp.ClientSession, context: Any, params: Any) -> None:
+    del session, params
+    if context.trace_request_ctx is not None:
+        context.trace_request_ctx["reused"] = True
+
+
+def _header_text(value: bytes) -> str:
+    """aiohttp writes headers as UTF-8; other bytes (Latin-1, obsolete) are sent re-encoded."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value.decode("latin-1")
+
+
+def _cause(error: Exception) -> str:
+    """What went wrong, without addresses and bytes of the engine's answer."""
+    inner = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+    detail = getattr(inner, "strerror", None)
+    return f"{type(error).__name__}: {detail}" if detail else type(error).__name__
 
 
 def upstream_base(upstream: str) -> str:

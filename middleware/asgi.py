@@ -7,12 +7,13 @@ silently. Works around any ASGI application: the sidecar's proxy, or an engine's
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import unquote_to_bytes
@@ -21,7 +22,15 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from middleware.asgi_messages import ClientGone, changed_headers, json_messages, read_body
-from middleware.capture import cancel_intent, decide_parent, health, mark_hole, open_intent
+from middleware.capture import (
+    cancel_intent,
+    decide_named_parent,
+    decide_parent,
+    decide_parent_by_response,
+    health,
+    mark_hole,
+    open_intent,
+)
 from middleware.codings import decode_body
 from middleware.context import CaptureContext
 from middleware.dialects.base import Dialect
@@ -49,10 +58,10 @@ from middleware.paths import (
 from middleware.prompt_shape import prompt_config_digest
 from middleware.protocols import LineageResolver, TokenSink, installed_token_sink
 from middleware.routes import NON_GENERATING, Kind, Route, classify
+from middleware.staging_call import StagedCalls, StagedExchange, StagedPlan
+from middleware.token_origin import EngineProvider, ReportedTokens, TokenOrigin
 
 logger = logging.getLogger(__name__)
-
-EngineProvider = Callable[[], Awaitable[EngineProfile]]
 
 CALL_SCOPE_KEY: Final = "token_capture.context"
 """In the inner scope of a captured call: its ``CaptureContext``."""
@@ -74,6 +83,7 @@ _GUIDE_KEYS: Final = (
     "guided_choice",
     "guided_grammar",
 )
+_BIG_REQUEST: Final = 262_144  # bytes; above this decoding and parsing leave the event loop
 _CHOICE_SUFFIX: Final = re.compile(r".*\.[0-9]+")
 _MAX_BASE_ID: Final = 180  # leaves room for ".<choice>"
 
@@ -99,6 +109,9 @@ class CaptureMiddleware:
         resolver: decides parents; default the installed one.
         engine: how the engine behind ``app`` reports tokens, or an async function that finds
             out (asked per call; it should remember).
+        tokens: where tokens come from, when it is not the engine's answers.
+        control_app: what serves the control routes, when that is not ``app``.
+        staging: set where tokens stay with a framework's workers (external staging).
         options: see ``CaptureOptions``.
         calls: registry of running calls, shared with the control routes.
     """
@@ -111,6 +124,9 @@ class CaptureMiddleware:
         sink: TokenSink | None = None,
         resolver: LineageResolver | None = None,
         engine: EngineProfile | EngineProvider | None = None,
+        tokens: TokenOrigin | None = None,
+        control_app: ASGIApp | None = None,
+        staging: StagedCalls | None = None,
         options: CaptureOptions | None = None,
         calls: OpenCallRegistry | None = None,
     ) -> None:
@@ -119,7 +135,9 @@ class CaptureMiddleware:
         self.calls = calls if calls is not None else OpenCallRegistry()
         self._sink = sink
         self._resolver = resolver
-        self._engine = engine if engine is not None else engine_profile("vllm")
+        self._control_app = control_app if control_app is not None else app
+        self._tokens = tokens or ReportedTokens(engine or engine_profile("vllm"))
+        self._staging = staging
         self._options = options or CaptureOptions()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -144,13 +162,15 @@ class CaptureMiddleware:
     async def _serve_tagged(
         self, scope: Scope, receive: Receive, send: Send, tagged: TaggedPath
     ) -> None:
-        route = classify(scope["method"], tagged.rest, self._options.non_generating)
+        route = classify(
+            scope["method"], tagged.rest, self._options.non_generating, self._tokens.routes
+        )
         inner = _inner_scope(scope, tagged, route.raw_path)
         if route.kind is Kind.HEAD:
             await send({"type": "http.response.start", "status": 200, "headers": []})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         elif route.kind is Kind.CONTROL:
-            await self.app(_control_scope(scope, tagged, route), receive, send)
+            await self._control_app(_control_scope(scope, tagged, route), receive, send)
         elif route.kind is Kind.FORWARD:
             await self._engine_app(inner, receive, send)
         elif route.kind is Kind.UNKNOWN:
@@ -179,12 +199,17 @@ class CaptureMiddleware:
         except TokenCaptureError as error:
             await _refuse(send, dialect, error)
             return
-        exchange = CapturedExchange(plan, self._engine_app, receive, send)
+        exchange = self._exchange(plan, receive, send)
         self.calls.add(tagged.rollout_id, exchange)
         try:
             await exchange.run(_call_scope(scope, plan))
         finally:
             self.calls.remove(tagged.rollout_id, exchange)
+
+    def _exchange(self, plan: CallPlan, receive: Receive, send: Send) -> CapturedExchange:
+        if isinstance(plan, StagedPlan):
+            return StagedExchange(plan, self._engine_app, receive, send)
+        return CapturedExchange(plan, self._engine_app, receive, send)
 
     async def _read_request(self, scope: Scope, receive: Receive) -> _Request:
         """The body, decoded and parsed.
@@ -195,14 +220,10 @@ class CaptureMiddleware:
         options = self._options
         raw = await read_body(receive, options.max_body_bytes)
         coding = Headers(raw=scope["headers"]).get("content-encoding", "")
-        decoded = decode_body(raw, coding, limit=options.max_decoded_body_bytes)
-        try:
-            body = loads(decoded)
-        except ValueError as error:
-            raise InvalidInputError(f"the request body is no JSON: {error}") from error
-        if not isinstance(body, dict):
-            raise InvalidInputError("the request body must be a JSON object")
-        return _Request(raw, decoded, body)
+        limit = options.max_decoded_body_bytes
+        if coding or len(raw) > _BIG_REQUEST:
+            return await asyncio.to_thread(_parsed_request, raw, coding, limit)
+        return _parsed_request(raw, coding, limit)
 
     async def _plan(
         self, scope: Scope, tagged: TaggedPath, dialect: Dialect, request: _Request
@@ -213,22 +234,35 @@ class CaptureMiddleware:
             TokenCaptureError: the call is refused; nothing was sent to the engine.
         """
         body = request.body
-        profile = await self._profile()
         num_choices = dialect.num_choices(body)
-        context = self._context(scope, tagged, dialect, request, profile, num_choices)
+        context = self._context(scope, tagged, dialect, request, num_choices)
+        if self._staging is not None:
+            return await self._staging.plan(
+                context,
+                dialect,
+                body,
+                request.decoded,
+                drain=self._options.drain_on_disconnect,
+                max_decoded_body_bytes=self._options.max_decoded_body_bytes,
+            )
         items = dialect.request_items(body)
-        if items is not None:
+        previous = dialect.previous_response(body)
+        if previous is not None:
+            await decide_parent_by_response(context, items or [], previous)
+        elif items is not None:
             await decide_parent(context, items, size_hint=len(request.decoded))
+        if context.explicit_parent_call_id is not None:
+            await decide_named_parent(context)
+        prepared = await self._tokens.prepare(context, dialect, body)
         context.created_at = time.time()
         ticket = await open_intent(context)
         health.calls += 1
-        ask = profile.ask(dialect.name, body)
         return CallPlan(
             context=context,
             dialect=dialect,
-            ask=ask,
-            reader=dialect.reader(body, profile),
-            body=set_members(request.decoded, ask.members),
+            ask=prepared.ask,
+            reader=prepared.reader,
+            body=await _edited(request.decoded, prepared.ask.members),
             ticket=ticket,
             drain=self._options.drain_on_disconnect,
             max_decoded_body_bytes=self._options.max_decoded_body_bytes,
@@ -240,7 +274,6 @@ class CaptureMiddleware:
         tagged: TaggedPath,
         dialect: Dialect,
         request: _Request,
-        profile: EngineProfile,
         num_choices: int,
     ) -> CaptureContext:
         headers = Headers(raw=scope["headers"])
@@ -254,19 +287,14 @@ class CaptureMiddleware:
             model=model if isinstance(model, str) else "",
             delta_records=self._options.delta_records,
             dialect=dialect.name,
-            engine=profile.name,
             agent_id=headers.get("x-agent-id"),
-            request_digest=hashlib.sha256(request.decoded).hexdigest(),
+            explicit_parent_call_id=_explicit_parent(headers),
+            request_digest=request.digest,
             prompt_config_digest=_prompt_config(body),
-            sampling={key: body[key] for key in _SAMPLING_KEYS if body.get(key) is not None},
+            sampling=_sampling(body),
             guided=_is_guided(body),
             num_choices=num_choices,
         )
-
-    async def _profile(self) -> EngineProfile:
-        if callable(self._engine):
-            return await self._engine()
-        return self._engine
 
     # --- requests whose answer cannot be read --------------------------------------------------
 
@@ -325,6 +353,7 @@ class _Request:
     raw: bytes
     decoded: bytes
     body: dict[str, Any]
+    digest: str  # sha256 hex of ``decoded``
 
     def replayed(self, scope: Scope, receive: Receive) -> tuple[Scope, Receive]:
         """The request as it came, for the inner application to read again."""
@@ -338,6 +367,17 @@ class _Request:
             return {"type": "http.request", "body": self.raw, "more_body": False}
 
         return scope, receive_again
+
+
+def _parsed_request(raw: bytes, coding: str, limit: int) -> _Request:
+    decoded = decode_body(raw, coding, limit=limit)
+    try:
+        body = loads(decoded)
+    except ValueError as error:
+        raise InvalidInputError(f"the request body is no JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise InvalidInputError("the request body must be a JSON object")
+    return _Request(raw, decoded, body, hashlib.sha256(decoded).hexdigest())
 
 
 def raw_path_of(scope: Scope) -> bytes:
@@ -393,6 +433,27 @@ def _call_id(given: str | None, num_choices: int) -> str:
     return given
 
 
+def _explicit_parent(headers: Headers) -> str | None:
+    given = headers.get("x-parent-model-call-id")
+    return None if given is None else validate_call_id(given)
+
+
+async def _edited(body: bytes, members: Mapping[str, Any]) -> bytes:
+    if len(body) > _BIG_REQUEST:
+        return await asyncio.to_thread(set_members, body, members)
+    return set_members(body, members)
+
+
+def _sampling(body: Mapping[str, Any]) -> dict[str, float]:
+    """The sampling settings that are numbers; anything else is the engine's to refuse."""
+    values = {key: body.get(key) for key in _SAMPLING_KEYS}
+    return {
+        key: value
+        for key, value in values.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 2**63
+    }
+
+
 def _prompt_config(body: Mapping[str, Any]) -> str:
     try:
         return prompt_config_digest(body)
@@ -405,9 +466,10 @@ def _is_guided(body: Mapping[str, Any]) -> bool:
     choice = body.get("tool_choice")
     response_format = body.get("response_format")
     kind = response_format.get("type") if isinstance(response_format, dict) else None
+    steers = isinstance(choice, dict) and choice.get("type") not in ("auto", "none")
     return (
         choice == "required"
-        or isinstance(choice, dict)
+        or steers
         or kind not in (None, "text")
         or any(body.get(key) for key in _GUIDE_KEYS)
     )

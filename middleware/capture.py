@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -23,6 +23,8 @@ from middleware.dialects.base import Answer, ChoiceAnswer
 from middleware.engines.base import AnswerDefect, checked_ids, checked_log_probs
 from middleware.errors import (
     ConflictError,
+    InvalidInputError,
+    StoreUnavailableError,
     TokenCaptureError,
     TokenCaptureFrozenError,
     TokenCaptureRetiredError,
@@ -34,6 +36,7 @@ from middleware.prompt_shape import system_digest
 from middleware.protocols import (
     CallIntent,
     IntentTicket,
+    LineageMatch,
     LineageResolution,
     LineageResolver,
     TokenSink,
@@ -41,6 +44,7 @@ from middleware.protocols import (
     installed_token_sink,
 )
 from middleware.records import (
+    UNRESOLVED_PARENT_REASON,
     ParentResolutionStatus,
     TokenEntry,
     TokenIds,
@@ -49,15 +53,21 @@ from middleware.records import (
     stamp_lineage,
     strip_token_fields,
 )
+from middleware.staging_admission import admit_call
 
 __all__ = [
+    "NG_CAPTURE_FIELD",
+    "NG_COMMIT_COORDS_FIELD",
+    "UNRESOLVED_PARENT_REASON",
     "CaptureContext",
     "CaptureHealth",
     "capture_health_snapshot",
     "capture_tokens",
     "commit_entry",
     "current_capture_context",
+    "decide_named_parent",
     "decide_parent",
+    "mark_external_staging_committed",
     "open_intent",
     "record_outcome",
     "register_call_intent",
@@ -75,7 +85,11 @@ NG_COMMIT_COORDS_FIELD: Final = "ng_commit_coords"
 # one sha256 pass over this much about 100 us.
 _OFF_LOOP_TOKENS: Final = 16_384
 _OFF_LOOP_ITEMS_BYTES: Final = 65_536
+# Third parties' stores and resolvers may hang; a call must not hang with them.
 _MARK_TIMEOUT_S: Final = 30.0
+_INTENT_TIMEOUT_S: Final = 30.0
+_RESOLVE_TIMEOUT_S: Final = 10.0
+_PUT_TIMEOUT_S: Final = 60.0
 
 
 @dataclass(slots=True)
@@ -108,10 +122,15 @@ def capture_health_snapshot() -> dict[str, Any]:
 async def resolve_parent(request_messages: list[dict[str, Any]] | None) -> None:
     """Decide the current call's parent from the request as the agent sent it.
 
-    Without a context (untagged traffic) nothing happens.
+    Without a context (untagged traffic) nothing happens. With external staging this also admits
+    the call (``staging_admission``), and a ledger that cannot be asked raises.
     """
     context = current_capture_context()
-    if context is not None:
+    if context is None:
+        return
+    if context.external_staging:
+        await admit_call(context, request_messages or [])
+    else:
         await decide_parent(context, request_messages or [])
 
 
@@ -126,6 +145,33 @@ async def decide_parent(
         size_hint: bytes of the request body, to choose where the hashing runs.
     """
     resolution = await _decided(context, items, size_hint)
+    context.parent_resolution = resolution
+    return resolution
+
+
+async def decide_parent_by_response(
+    context: CaptureContext, items: list[dict[str, Any]], response_id: str
+) -> LineageResolution:
+    """Find the call that a ``previous_response_id`` names; never raises, never guesses.
+
+    The conversation is not in the request, so it is not hashed: the call's own children are
+    recognised by its response id, not by content (spec 02.5).
+    """
+    context.request_items = items
+    context.parent_by = "response_id"
+    resolver = context.lineage_store or installed_lineage_store()
+    resolve = getattr(resolver, "resolve_response_id", None)
+    resolution = _unresolved("resolver_unavailable")
+    try:
+        context.system_digest = system_digest(items)
+        if resolve is not None:
+            resolution = await resolve(context.rollout_id, response_id)
+    except ValueError as error:
+        logger.warning("lineage lookup failed: %s", error, extra=_ids(context, "lookup_error"))
+        resolution = _unresolved("lookup_error")
+    except Exception:
+        health.lookup_failures += 1
+        logger.exception("the lineage resolver failed", extra=_ids(context, "resolver_unavailable"))
     context.parent_resolution = resolution
     return resolution
 
@@ -160,12 +206,19 @@ async def _ask(
     items: list[dict[str, Any]],
 ) -> LineageResolution:
     resolve_query = getattr(resolver, "resolve_query", None)
+    if resolve_query is None:
+        return await _looked_up(context, resolver.resolve(context.rollout_id, items))
+    query = hashed.query(context.prompt_config_digest)
+    return await _looked_up(context, resolve_query(context.rollout_id, query))
+
+
+async def _looked_up(
+    context: CaptureContext, lookup: Awaitable[LineageResolution]
+) -> LineageResolution:
+    """A resolver's answer within bounds; its failures are decisions too."""
     try:
-        if resolve_query is None:
-            return await resolver.resolve(context.rollout_id, items)
-        resolution: LineageResolution = await resolve_query(
-            context.rollout_id, hashed.query(context.prompt_config_digest)
-        )
+        async with asyncio.timeout(_RESOLVE_TIMEOUT_S):
+            return await lookup
     except ValueError as error:
         logger.warning("lineage lookup failed: %s", error, extra=_ids(context, "lookup_error"))
         return _unresolved("lookup_error")
@@ -173,6 +226,22 @@ async def _ask(
         health.lookup_failures += 1
         logger.exception("the lineage resolver failed", extra=_ids(context, "resolver_unavailable"))
         return _unresolved("resolver_unavailable")
+
+
+async def decide_named_parent(context: CaptureContext) -> LineageResolution:
+    """Take the parent that the agent names (``x-parent-model-call-id``); tokens will verify it.
+
+    Called after ``decide_parent``, whose hashes stay; its decision is replaced.
+    """
+    resolver = context.lineage_store or installed_lineage_store()
+    resolve = getattr(resolver, "resolve_call_id", None)
+    if resolve is None:
+        resolution = _unresolved("resolver_unavailable")
+    else:
+        lookup = resolve(context.rollout_id, context.explicit_parent_call_id)
+        resolution = await _looked_up(context, lookup)
+    context.parent_by = "call_id"
+    context.parent_resolution = resolution
     return resolution
 
 
@@ -205,9 +274,20 @@ async def open_intent(context: CaptureContext, *, observed: bool = True) -> Inte
         ConflictError: the id is taken, or the rollout is frozen or retired.
         StoreError: nothing was written; refuse the call.
     """
+    try:
+        async with asyncio.timeout(_INTENT_TIMEOUT_S):
+            return await _opened(context, observed)
+    except TokenCaptureError:
+        raise
+    except Exception as error:
+        logger.exception("writing an intent failed", extra=_ids(context, "intent_failed"))
+        raise StoreUnavailableError(
+            f"the call's intent could not be written ({type(error).__name__}); retry later"
+        ) from error
+
+
+async def _opened(context: CaptureContext, observed: bool) -> IntentTicket | None:
     sink = _sink(context)
-    if sink is None:
-        return None
     if (open_ := getattr(sink, "open_intent", None)) is not None:
         ticket: IntentTicket = await open_(
             CallIntent(
@@ -246,6 +326,10 @@ async def record_outcome(
         entries = await _entries(context, outcome, timings or {})
     except TokenCaptureError as error:
         await mark_hole(context, error.code, str(error))
+        return []
+    except Exception as error:
+        logger.exception("building a record failed", extra=_ids(context, "record_failed"))
+        await mark_hole(context, "internal_error", type(error).__name__)
         return []
     return await _store(context, entries)
 
@@ -312,14 +396,15 @@ async def _store(context: CaptureContext, entries: list[TokenEntry]) -> list[str
         return []
     put_choices = getattr(sink, "put_choices", None)
     try:
-        if len(entries) == 1 and entries[0].model_call_id == context.model_call_id:
-            await sink.put(entries[0])
-        elif put_choices is not None:
-            await put_choices(entries, context.model_call_id)
-        else:
-            for entry in entries:
-                await sink.put(entry)
-            await cancel_intent(context, "recorded_per_choice")
+        async with asyncio.timeout(_PUT_TIMEOUT_S):
+            if len(entries) == 1 and entries[0].model_call_id == context.model_call_id:
+                await sink.put(entries[0])
+            elif put_choices is not None:
+                await put_choices(entries, context.model_call_id)
+            else:
+                for entry in entries:
+                    await sink.put(entry)
+                await cancel_intent(context, "recorded_per_choice")
     except (TokenCaptureFrozenError, TokenCaptureRetiredError) as error:
         # The freeze has judged the open intent; a late record must not change the snapshot.
         health.late_writes += 1
@@ -347,7 +432,12 @@ async def _entries(
     context: CaptureContext, outcome: Captured, timings: Mapping[str, float]
 ) -> list[TokenEntry]:
     choices = [choice for choice in outcome.answer.choices if outcome.whole or choice.token_ids]
-    parents = [await _parent_of(context, choice) for choice in choices]
+    parents = [
+        _choice_before(context, outcome.answer, choice)
+        if choice.continues
+        else await _parent_of(context, choice)
+        for choice in choices
+    ]
     split = context.num_choices > 1 or any(choice.index for choice in choices)
 
     def build() -> list[TokenEntry]:
@@ -364,8 +454,13 @@ async def _entries(
 
 async def _parent_of(context: CaptureContext, choice: ChoiceAnswer) -> LineageResolution:
     """The decision made before dispatch; completions are resolved by their prompt's tokens."""
-    if context.parent_resolution is not None:
-        return context.parent_resolution
+    decided = context.parent_resolution
+    if decided is not None:
+        if context.parent_by == "response_id" and decided.match is not None:
+            # Only tokens can confirm what an id claims (spec 02.5).
+            named = decided.match.cumulative_token_ids
+            return decided if choice.prompt_token_ids.startswith(named) else _unresolved("no_match")
+        return decided
     resolver = context.lineage_store or installed_lineage_store()
     resolve_tokens = getattr(resolver, "resolve_tokens", None)
     if resolve_tokens is None:
@@ -381,6 +476,20 @@ async def _parent_of(context: CaptureContext, choice: ChoiceAnswer) -> LineageRe
     return resolution
 
 
+def _choice_before(
+    context: CaptureContext, answer: Answer, choice: ChoiceAnswer
+) -> LineageResolution:
+    """The parent of a sub-generation: the one before it in the same request, if it extends it."""
+    before = next((other for other in answer.choices if other.index == choice.index - 1), None)
+    if before is None:
+        return _unresolved("no_match")
+    tokens = TokenIds.concat(before.prompt_token_ids, before.token_ids)
+    if not choice.prompt_token_ids.startswith(tokens):
+        return _unresolved("no_match")
+    match = LineageMatch(f"{context.model_call_id}.{before.index}", tokens)
+    return LineageResolution(ParentResolutionStatus.RESOLVED, match)
+
+
 def _entry(
     context: CaptureContext,
     outcome: Captured,
@@ -394,7 +503,9 @@ def _entry(
     prompt = choice.prompt_token_ids
     parent_tokens = parent.match.cumulative_token_ids if parent.match else None
     extends = parent_tokens is not None and prompt.startswith(parent_tokens)
-    is_delta = bool(extends and parent_tokens and context.delta_records)
+    # A sub-generation's parent is stored in the same breath: its prompt is kept whole.
+    may_be_delta = context.delta_records and not choice.continues
+    is_delta = bool(extends and parent_tokens and may_be_delta)
     call_id = f"{context.model_call_id}.{choice.index}" if split else context.model_call_id
     entry = TokenEntry(
         rollout_id=context.rollout_id,
@@ -408,8 +519,8 @@ def _entry(
         token_item_index=choice.token_item_index,
         response_id=outcome.answer.response_id,
         created_at=context.created_at,
-        prefix_requested=context.prefix_requested,
-        prefix_supplied=context.prefix_supplied,
+        prefix_requested=context.prefix_requested and not choice.continues,
+        prefix_supplied=context.prefix_supplied and not choice.continues,
         parent_resolution=parent.status,
         parent_call_id=parent.match.model_call_id if parent.match else None,
         parent_resolution_reason=parent.reason,
@@ -418,7 +529,9 @@ def _entry(
     _stamp_extras(entry, context, outcome, choice, timings, split=split)
     if parent_tokens is not None and not extends:
         entry.drift_at = prompt.common_prefix_len(parent_tokens)
-    _stamp_continuation(entry, context)
+    # Only the last of several sub-generations ends an answer that a request can repeat.
+    if choice.output_items or "sub_generation" not in choice.extras:
+        _stamp_continuation(entry, context)
     return stamp_lineage(
         entry,
         entry.parent_call_id,
@@ -450,6 +563,10 @@ def _stamp_extras(
     entry.weight_version = context.weight_version
     entry.usage = outcome.answer.usage
     entry.timings = dict(timings) or None
+    if context.prefix_requested and not context.prefix_supplied:
+        entry.prefix_reason = context.prefix_reason or None
+    for name, value in choice.extras.items():
+        setattr(entry, name, value)
     if split:
         entry.choice_index = choice.index
 
@@ -505,7 +622,8 @@ def _answer_of(payload: Any) -> Answer:
         fields = extract_token_fields(payload)
         items, index = strip_token_fields(response_to_output_items(payload))
     except ValueError as error:
-        raise AnswerDefect("invalid_token_ids", str(error)) from error
+        detail = "the token fields are partial, or on several items"
+        raise AnswerDefect("invalid_token_ids", detail) from error
     if fields is None:
         raise AnswerDefect("missing_token_ids", "the response carries no token fields")
     ids = checked_ids(fields["generation_token_ids"], "generation_token_ids")
@@ -527,6 +645,23 @@ def _answer_of(payload: Any) -> Answer:
         response_id=response_id if isinstance(response_id, str) else None,
         model=model if isinstance(model, str) else "",
     )
+
+
+def mark_external_staging_committed(*, rollout_id: str, model_call_id: str) -> None:
+    """Note that a framework's worker staged the current call and its ledger row is written.
+
+    Raises:
+        InvalidInputError: (a ``ValueError``) that is not the current call: a late or crossed
+            acknowledgement must not hide that this one is missing.
+    """
+    context = current_capture_context()
+    if context is None:
+        return
+    if (context.rollout_id, context.model_call_id) != (rollout_id, model_call_id):
+        raise InvalidInputError(
+            f"call {model_call_id} of rollout {rollout_id} is not the current one"
+        )
+    context.committed = True
 
 
 async def commit_entry(

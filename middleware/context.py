@@ -8,11 +8,17 @@ from __future__ import annotations
 
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from middleware.fingerprint import HashedRequest
 from middleware.protocols import LineageResolution, LineageResolver, TokenSink
 from middleware.records import TokenIds
+
+if TYPE_CHECKING:
+    from middleware.engine_call import EngineCall
+
+ParentBy = Literal["content", "response_id", "call_id"]
+"""What named the parent: the conversation itself, or a ``previous_response_id``."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,6 +62,9 @@ class CaptureContext:
     guided: bool = False
     num_choices: int = 1
     weight_version: int | str | None = None
+    parent_by: ParentBy = "content"
+    prefix_reason: str = ""  # why a requested prefix was not supplied
+    engine_call: EngineCall | None = None  # set where tokens come from the engine's boundary
 
     @property
     def parent_call_id(self) -> str | None:

@@ -100,6 +100,12 @@ class TokenCaptureRetiredError(ConflictError):
     code = "rollout_retired"
 
 
+class PrefixUnavailableError(ConflictError):
+    """The call continues a recorded one, and its exact prefix cannot be given to the engine."""
+
+    code = "prefix_unavailable"
+
+
 class StoreError(TokenCaptureError):
     """The store cannot do what it promises."""
 

@@ -22,10 +22,10 @@ from middleware.asgi_messages import changed_headers, json_messages
 from middleware.capture import health, mark_hole, note_delivery, record_outcome
 from middleware.codings import codings_of, decode_body
 from middleware.context import CaptureContext, reset_token_sink, set_token_sink
-from middleware.dialects.base import Dialect
-from middleware.dialects.choices import ChoicesReader
+from middleware.dialects.base import AnswerReader, Dialect
 from middleware.engines.base import TokenAsk
-from middleware.errors import InvalidInputError, StoreError, UpstreamError
+from middleware.errors import InvalidInputError, StoreError, TokenCaptureError, UpstreamError
+from middleware.http_status import status_of
 from middleware.json_edit import edit_members, loads
 from middleware.outcome import Captured, Ending, Hole, Nothing, Outcome, judge_body
 from middleware.protocols import IntentTicket
@@ -33,6 +33,7 @@ from middleware.stream_filter import StreamFilter
 
 logger = logging.getLogger(__name__)
 
+_MAX_VERSION_DIGITS: Final = 18
 _BIG_BODY: Final = 262_144  # bytes; above this parsing and editing leave the event loop
 
 
@@ -43,7 +44,7 @@ class CallPlan:
     context: CaptureContext
     dialect: Dialect
     ask: TokenAsk
-    reader: ChoicesReader
+    reader: AnswerReader
     body: bytes  # as it goes to the engine
     ticket: IntentTicket | None
     drain: bool  # read the answer to its end when the client leaves
@@ -61,7 +62,6 @@ class CapturedExchange:
         self._gone = asyncio.Event()  # the client left
         self._abandoned = asyncio.Event()  # the engine's work is to be stopped
         self._request_taken = False
-        self._start: Message | None = None
         self._mode: _Mode | None = None
         self._intent_safe = plan.ticket is None
         self._outcome: Outcome | None = None
@@ -140,7 +140,6 @@ class CapturedExchange:
 
     async def _inner_send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self._start = message
             self._mode = self._choose_mode(message)
             await self._mode.start(message)
         elif message["type"] == "http.response.body" and self._mode is not None:
@@ -149,13 +148,16 @@ class CapturedExchange:
             await self._out(message)
 
     def _choose_mode(self, start: Message) -> _Mode:
+        if (refusal := self._plan.reader.refusal) is not None:
+            return _Refused(self, refusal)
         status = start["status"]
         headers = Headers(raw=start["headers"])
         if status < 200 or status >= 300 or status == 204:
             return _PassThrough(self, status)
         version = headers.get("x-weight-version")
         if version is not None:
-            self._plan.context.weight_version = int(version) if version.isdecimal() else version
+            is_number = version.isdecimal() and len(version) <= _MAX_VERSION_DIGITS
+            self._plan.context.weight_version = int(version) if is_number else version
         if headers.get("content-type", "").lower().startswith("text/event-stream"):
             if not codings_of(headers.get("content-encoding", "")):
                 return _Stream(self)
@@ -248,7 +250,7 @@ class CapturedExchange:
                 if not crashed:
                     await self.refuse(502, "upstream_unreachable", _unreachable(failure))
             else:
-                await self._mode.broke_off(ending, failure)
+                await self._mode.broke_off(ending, failure, crashed=crashed)
         if isinstance(self._outcome, Captured) and self._outcome.delivered is None:
             await note_delivery(self._plan.context, self._entry_ids, self._notes())
 
@@ -273,7 +275,9 @@ class _Mode:
     async def body(self, chunk: bytes, *, more: bool) -> None:
         raise NotImplementedError
 
-    async def broke_off(self, ending: Ending, failure: UpstreamError | None) -> None:
+    async def broke_off(
+        self, ending: Ending, failure: UpstreamError | None, *, crashed: bool
+    ) -> None:
         raise NotImplementedError
 
 
@@ -292,8 +296,31 @@ class _PassThrough(_Mode):
             await self._exchange.conclude(Nothing(self._reason))
         await self._exchange.pass_body(chunk, more=more)
 
-    async def broke_off(self, ending: Ending, failure: UpstreamError | None) -> None:
+    async def broke_off(
+        self, ending: Ending, failure: UpstreamError | None, *, crashed: bool
+    ) -> None:
         await self._exchange.conclude(Nothing(self._reason))
+
+
+class _Refused(_Mode):
+    """Refused by us after dispatch, before anything was generated: our answer, not the engine's."""
+
+    def __init__(self, exchange: CapturedExchange, error: TokenCaptureError) -> None:
+        super().__init__(exchange)
+        self._error = error
+
+    async def start(self, message: Message) -> None:
+        await self._exchange.conclude(Nothing(self._error.code))
+        status = status_of(self._error)
+        await self._exchange.refuse(status, self._error.code, str(self._error))
+
+    async def body(self, chunk: bytes, *, more: bool) -> None:
+        """The engine's words about it are dropped."""
+
+    async def broke_off(
+        self, ending: Ending, failure: UpstreamError | None, *, crashed: bool
+    ) -> None:
+        """Concluded at its start."""
 
 
 class _Stream(_Mode):
@@ -320,12 +347,14 @@ class _Stream(_Mode):
         if self._filter.done_seen or not more:
             await exchange.release_allowed()
             await exchange.conclude(self._filter.judge(Ending.CLEAN))
-            await exchange.release(bytes(self._filter.held), more=more)
+            await exchange.release(self._filter.held, more=more)
 
-    async def broke_off(self, ending: Ending, failure: UpstreamError | None) -> None:
+    async def broke_off(
+        self, ending: Ending, failure: UpstreamError | None, *, crashed: bool
+    ) -> None:
         await self._exchange.conclude(self._filter.judge(ending))
         # The client gets what was held, then sees the connection break as it would without us.
-        await self._exchange.pass_body(bytes(self._filter.held), more=True)
+        await self._exchange.pass_body(self._filter.held, more=True)
 
 
 class _Whole(_Mode):
@@ -351,6 +380,9 @@ class _Whole(_Mode):
         else:
             outcome, reply = self._outcome(raw)
         exchange.note_progress()
+        if isinstance(outcome, Hole) and exchange.client_gone:
+            # Engines answer a client that left with anything; nothing of it was passed on.
+            outcome = Nothing("client_disconnect")
         await exchange.release_allowed()
         await exchange.conclude(outcome)
         start = self._start
@@ -388,13 +420,15 @@ class _Whole(_Mode):
     def _read_stream(self, decoded: bytes) -> tuple[Outcome, bytes]:
         stream = StreamFilter(self._exchange.plan.reader, self._exchange.plan.ask)
         ready = stream.feed(decoded, last=True)
-        return stream.judge(Ending.CLEAN), ready + bytes(stream.held)
+        return stream.judge(Ending.CLEAN), ready + stream.held
 
-    async def broke_off(self, ending: Ending, failure: UpstreamError | None) -> None:
+    async def broke_off(
+        self, ending: Ending, failure: UpstreamError | None, *, crashed: bool
+    ) -> None:
         gone = ending is Ending.CLIENT_GONE
         # Nothing was passed on yet, so nothing can be lost.
         await self._exchange.conclude(Nothing("client_disconnect" if gone else "upstream_error"))
-        if not gone:
+        if not gone and not crashed:
             await self._exchange.refuse(502, "upstream_unreachable", _unreachable(failure))
 
 

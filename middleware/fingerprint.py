@@ -176,6 +176,10 @@ def _framed(item: Item) -> tuple[list[bytes], list[bytes]]:
     """
     role, content, kind = item.get("role"), item.get("content"), item.get("type")
     usual = type(role) is str and _USUAL_ROLE_FIELDS.get(role)
+    if usual and len(item) == 2 and type(content) is str and content and role != "tool":
+        text = utf8(content)  # nothing but a role and a text: the commonest item by far
+        size = len(text).to_bytes(8, "big")
+        return [usual, _TEXT_IN_CONTEXT, size, text], [_TEXT_IN_FINGERPRINT, size, text]
     context, own = [usual or _role_field(item)], list[bytes]()
     text, size = b"", _NO_SIZE
     if type(content) is str:
@@ -259,9 +263,9 @@ class HashedRequest:
     __slots__ = ("_fingerprint", "_prefixes", "is_root", "run_end", "run_start")
 
     def __init__(self, items: list[Item] | None) -> None:
-        fingerprint = hashlib.sha256(_FINGERPRINT_DOMAIN)
         prefix = hashlib.sha256(_CONTEXT_DOMAIN)
         prefixes = [prefix]
+        authored_fields = [_FINGERPRINT_DOMAIN]  # hashed in one go: their prefixes matter to nobody
         run_start = run_end = 0
         for at, item in enumerate(_objects(items)):
             prefix = prefix.copy()
@@ -273,8 +277,9 @@ class HashedRequest:
             context, own = _framed(item)
             prefix.update(b"".join(context))
             if authored:
-                fingerprint.update(b"".join(own))
+                authored_fields += own
                 run_start, run_end = (run_start if run_end == at else at), at + 1
+        fingerprint = hashlib.sha256(b"".join(authored_fields))
         if not run_end:
             run_start = 0
         self._fingerprint = fingerprint

@@ -15,6 +15,7 @@ from typing import Any, Final, Literal
 
 import orjson
 
+_BOM: Final = b"\xef\xbb\xbf"
 _SPACE: Final = re.compile(rb"[ \t\r\n]*")
 _STRING: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _SCALAR: Final = re.compile(rb"[^,\]}\s]+")
@@ -39,6 +40,7 @@ def loads(raw: bytes) -> Any:
     Raises:
         ValueError: no JSON, or not UTF-8.
     """
+    raw = raw.removeprefix(_BOM)
     # translate + find scan at memory speed; a regular expression would cost more than the parse.
     if raw.translate(_DIGITS).find(b"0" * 19) < 0:
         try:
@@ -46,7 +48,8 @@ def loads(raw: bytes) -> Any:
         except orjson.JSONDecodeError:
             pass  # the standard library decides
     try:
-        return json.loads(raw)
+        # Decoded here: json.loads would guess UTF-16 and UTF-32, which cannot be edited.
+        return json.loads(raw.decode())
     except RecursionError as error:
         raise ValueError("JSON nested too deeply") from error
 
@@ -70,7 +73,7 @@ def set_members(raw: bytes, members: Mapping[str, Any]) -> bytes:
     todo = {key: orjson.dumps(value) for key, value in members.items()}
     out: list[bytes] = []
     last = 0
-    opening = _skip_space(raw, 0)
+    opening = _first_byte(raw)
     found: set[str] = set()
     end_of_last = opening + 1
     empty = True
@@ -93,7 +96,7 @@ def set_members(raw: bytes, members: Mapping[str, Any]) -> bytes:
 def edit_members(raw: bytes, tree: EditTree) -> bytes:
     """Drop or null the members that the tree names, wherever they are present."""
     edits: list[tuple[int, int, bytes]] = []
-    _collect(raw, _skip_space(raw, 0), tree, edits)
+    _collect(raw, _first_byte(raw), tree, edits)
     if not edits:
         return raw
     out: list[bytes] = []
@@ -196,6 +199,10 @@ def _string_stop(raw: bytes, pos: int) -> int:
     if match is None:
         raise ValueError("unterminated JSON string")
     return match.end()
+
+
+def _first_byte(raw: bytes) -> int:
+    return _skip_space(raw, len(_BOM) if raw.startswith(_BOM) else 0)
 
 
 def _skip_space(raw: bytes, pos: int) -> int:

@@ -39,6 +39,7 @@ _NAMED_TYPES: Final = frozenset({"", "message", "function_call", "function_call_
 
 _THINK = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
 _EXACT_FLOATS: Final = 2.0**53
+_LEAVES: Final = frozenset({str, int, bool, type(None)})  # most values: not worth a call
 
 Item = dict[str, Any]
 
@@ -91,6 +92,8 @@ def _normal_item(item: Item, authored: bool) -> Item | None:
                 return item
             if content:
                 return _with_integral_arguments(item)
+        if authored and not content and not isinstance(content, list) and item.get("tool_calls"):
+            return _with_integral_arguments(_without_content(item))
     kind = item.get("type")
     clean, had_reasoning = _without_volatile(item, kind)
     if isinstance(kind, str) and kind not in _NAMED_TYPES:
@@ -173,13 +176,19 @@ def _with_normal_content(item: Item, authored: bool) -> tuple[Item, bool]:
         normal = _single_text(normal)
     output = item.get("output")
     clean_output = _clean_blocks(output) if isinstance(output, list) else output
-    if item.get("tool_calls") and not normal and "content" in item:
-        item = {key: value for key, value in item.items() if key != "content"}
+    if item.get("tool_calls") and not normal:
+        item = _without_content(item)
     elif normal is not content:
         item = {**item, "content": normal}
     if clean_output is not output:
         item = {**item, "output": clean_output}
     return item, had_thinking
+
+
+def _without_content(item: Item) -> Item:
+    if "content" not in item:
+        return item
+    return {key: value for key, value in item.items() if key != "content"}
 
 
 def _single_text(blocks: list[Any]) -> Any:
@@ -314,7 +323,11 @@ def _integral(value: Any) -> Any:
     if isinstance(value, float):
         return int(value) if value.is_integer() and abs(value) < _EXACT_FLOATS else value
     if isinstance(value, dict):
-        changed = {key: new for key, old in value.items() if (new := _integral(old)) is not old}
+        changed = {
+            key: new
+            for key, old in value.items()
+            if type(old) not in _LEAVES and (new := _integral(old)) is not old
+        }
         return {**value, **changed} if changed else value
     if isinstance(value, list):
         new_list = [_integral(old) for old in value]

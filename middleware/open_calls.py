@@ -6,7 +6,9 @@ Event-loop confined: no locks, every method runs on the server's loop.
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol
+from typing import Final, Protocol
+
+_FENCE_EVERY_S: Final = 0.1
 
 
 class RunningCall(Protocol):
@@ -59,17 +61,19 @@ class OpenCallRegistry:
         self._waiters.setdefault(rollout_id, []).append(waiter)
         try:
             async with asyncio.timeout(timeout_s):
-                await waiter
+                while not waiter.done():
+                    # Clients also leave while a freeze waits for them.
+                    self.fence(rollout_id)
+                    await asyncio.wait((waiter,), timeout=_FENCE_EVERY_S)
         except TimeoutError:
             return False
         return True
 
     async def wait_idle(self, timeout_s: float) -> bool:
         """Wait until nothing runs at all (shutdown); False when the time is up first."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                for rollout_id in list(self._calls):
-                    await self.wait_closed(rollout_id, timeout_s)
-        except TimeoutError:
-            return False
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        for rollout_id in list(self._calls):
+            left_s = deadline - asyncio.get_running_loop().time()
+            if not await self.wait_closed(rollout_id, max(0.0, left_s)):
+                return False
         return not self._calls

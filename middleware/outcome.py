@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from middleware.dialects.base import Answer
-from middleware.dialects.choices import ChoicesReader
+from middleware.dialects.base import Answer, AnswerReader
 from middleware.engines.base import AnswerDefect
 
 
@@ -57,7 +56,7 @@ class Hole:
 Outcome = Captured | Nothing | Hole
 
 
-def judge_stream(reader: ChoicesReader, ending: Ending, *, done_seen: bool) -> Outcome:
+def judge_stream(reader: AnswerReader, ending: Ending, *, done_seen: bool) -> Outcome:
     """Judge an event stream.
 
     Args:
@@ -77,31 +76,32 @@ def judge_stream(reader: ChoicesReader, ending: Ending, *, done_seen: bool) -> O
     return _cut(reader, "truncated")
 
 
-def judge_body(payload: Any, reader: ChoicesReader) -> Outcome:
+def judge_body(payload: Any, reader: AnswerReader) -> Outcome:
     """Judge a whole 2xx JSON answer (already parsed)."""
     if not isinstance(payload, dict):
         return Hole("unparsable_answer", "the answer is JSON but no object")
-    reader.feed_whole(payload)
+    has_place_for_text = reader.feed_whole(payload)
     if reader.error_seen:
-        return Nothing("error_answer")
-    if not payload.get("choices"):
+        outcome = _cut(reader, "upstream_error")
+        return Nothing("error_answer") if isinstance(outcome, Nothing) else outcome
+    if not has_place_for_text:
         return Nothing("no_model_text")
+    if not reader.all_finished and reader.defect is None:
+        return _cut(reader, "truncated")  # never a finished turn without a finish reason
     return _whole(reader, delivered=None)
 
 
-def _whole(reader: ChoicesReader, *, delivered: bool | None) -> Outcome:
+def _whole(reader: AnswerReader, *, delivered: bool | None) -> Outcome:
     return _captured(reader, "no_generation", whole=True, delivered=delivered)
 
 
-def _cut(reader: ChoicesReader, reason: str) -> Outcome:
+def _cut(reader: AnswerReader, reason: str) -> Outcome:
     if not reader.num_tokens and not reader.saw_text and reader.defect is None:
         return Nothing(reason)
     return _captured(reader, reason, whole=False, delivered=False)
 
 
-def _captured(
-    reader: ChoicesReader, reason: str, *, whole: bool, delivered: bool | None
-) -> Outcome:
+def _captured(reader: AnswerReader, reason: str, *, whole: bool, delivered: bool | None) -> Outcome:
     try:
         answer = reader.answer()
     except AnswerDefect as defect:

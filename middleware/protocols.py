@@ -58,6 +58,8 @@ class RolloutStatus:
         default_factory=lambda: {"root": 0, "resolved": 0, "unresolved": 0}
     )
     drifted_calls: int = 0
+    # per drifted call: model_call_id, drift_at (tokens kept of the parent's), parent_call_id
+    drifted: Sequence[Mapping[str, Any]] = ()
     first_call_at: float | None = None
     last_call_at: float | None = None
     snapshot_id: str | None = None
@@ -71,6 +73,9 @@ class CallIntent:
 
     ``request_digest`` is the sha256 hex of the body the agent sent ("" = unknown);
     ``observed`` is False for a request whose answer we cannot read (``unobserved_path``).
+    ``holder`` names the process that serves the call ("" = the one that writes the intent).
+    ``attempt``: the same id with the same non-empty attempt is the same intent sent again after
+    a lost answer, and changes nothing.
     """
 
     rollout_id: str
@@ -78,6 +83,8 @@ class CallIntent:
     request_digest: str = ""
     created_at: float = 0.0
     observed: bool = True
+    holder: str = ""
+    attempt: str = ""
 
 
 class IntentTicket(Protocol):

@@ -133,6 +133,8 @@ class _KnownExtras:
     first_call = _Extra[bool]()
     usage = _Extra[dict[str, Any]]()
     drift_at = _Extra[int]()
+    prefix_reason = _Extra[str]()
+    weight_versions = _Extra[list[dict[str, Any]]]()
     timings = _Extra[dict[str, Any]]()
 
 
@@ -184,12 +186,20 @@ class TokenEntry(BaseModel, _KnownExtras):
 
     @field_validator(
         "token_item_index", "cum_len", "continuation_context_len", "fingerprint_version",
-        mode="before",
+        "created_at", mode="before",
     )  # fmt: skip
     @classmethod
-    def _refuse_booleans(cls, value: Any) -> Any:
-        if isinstance(value, bool):
-            raise ValueError("a boolean is no integer")  # noqa: TRY004 - pydantic collects these
+    def _refuse_no_numbers(cls, value: Any) -> Any:
+        # Lenient reading would make numbers of these: a silent repair of a broken record.
+        if isinstance(value, (bool, str, bytes)):
+            raise ValueError(f"{type(value).__name__} is no number")  # noqa: TRY004 - pydantic collects these
+        return value
+
+    @field_validator("prompt_is_delta", "prefix_requested", "prefix_supplied", mode="before")
+    @classmethod
+    def _refuse_no_flags(cls, value: Any) -> Any:
+        if not isinstance(value, bool):
+            raise ValueError(f"{type(value).__name__} is no boolean")  # noqa: TRY004 - pydantic collects these
         return value
 
     @model_validator(mode="after")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final
@@ -22,6 +23,7 @@ CONTROL_NAMES: Final = frozenset(
         "intents",
         "entries",
         "incomplete",
+        "fence",
         "resolve",
     }
 )
@@ -69,7 +71,12 @@ class Route:
     dialect: Dialect | None = None
 
 
-def classify(method: str, rest: bytes, non_generating: tuple[str, ...] = NON_GENERATING) -> Route:
+def classify(
+    method: str,
+    rest: bytes,
+    non_generating: tuple[str, ...] = NON_GENERATING,
+    captured: Mapping[str, Dialect] = CAPTURED_ROUTES,
+) -> Route:
     """Route a request by what follows ``.../training-token-capture`` (percent-encoded).
 
     Client base URLs come with and without ``/v1``, with doubled slashes and doubled ``/v1``:
@@ -84,9 +91,9 @@ def classify(method: str, rest: bytes, non_generating: tuple[str, ...] = NON_GEN
         return Route(Kind.CONTROL, clean)
     plain = "/" + "/".join(segments)
     as_v1 = _as_v1(segments)
-    if method == "POST" and as_v1 in CAPTURED_ROUTES:
-        return Route(Kind.CAPTURED, as_v1.encode(), CAPTURED_ROUTES[as_v1])
-    if method in ("GET", "OPTIONS") and (_READ_ROUTES.fullmatch(as_v1) or as_v1 in CAPTURED_ROUTES):
+    if method == "POST" and as_v1 in captured:
+        return Route(Kind.CAPTURED, as_v1.encode(), captured[as_v1])
+    if method in ("GET", "OPTIONS") and (_READ_ROUTES.fullmatch(as_v1) or as_v1 in captured):
         return Route(Kind.FORWARD, as_v1.encode())
     if method == "POST" and _matches(plain, non_generating):
         return Route(Kind.FORWARD, rest)
@@ -105,6 +112,8 @@ def _as_v1(segments: list[str]) -> str:
 
 
 def _matches(path: str, patterns: tuple[str, ...]) -> bool:
+    if {".", ".."} & set(path.split("/")):
+        return False  # somebody behind us may resolve them to another route
     return any(
         path.startswith(pattern[:-1]) if pattern.endswith("*") else path == pattern
         for pattern in patterns

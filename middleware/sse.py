@@ -18,6 +18,7 @@ _EOL: Final = re.compile(rb"\r\n|\n|\r")
 _FRAME_END: Final = re.compile(rb"(?:\r\n|\n|\r(?!\n))(?:\r\n|\n|\r)")
 _BOM: Final = b"\xef\xbb\xbf"
 DONE: Final = b"[DONE]"
+_OTHER_FIELDS: Final = frozenset((b"", b"id", b"retry"))  # an empty name is a comment
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +26,14 @@ class SSEFrame:
     """One block of an event stream.
 
     ``data`` is the joined value of its ``data`` fields, None when it has none (comments,
-    keep-alives, a lone ``event:``).
+    keep-alives, a lone ``event:``). ``stray``: it has a line that is no field of the format, which
+    readers ignore, but which may be text all the same.
     """
 
     raw: bytes
     data: bytes | None = None
     event: str = ""
+    stray: bool = False
 
     def with_data(self, data: bytes) -> bytes:
         """The frame's bytes with its data replaced (every other line as it was)."""
@@ -44,7 +47,9 @@ class SSEFrame:
                 out += (line, end)
             elif not written:
                 space = b" " if value.startswith(b" ") or not value else b""
-                out += (line[: len(line) - len(value)], space, data, end)
+                field = line[: len(line) - len(value)] + space
+                # A line end inside the data ends a data line: each line is a field of its own.
+                out += (end.join(field + piece for piece in data.split(b"\n")), end)
                 written = True
         return b"".join(out)
 
@@ -87,13 +92,16 @@ class SSEParser:
         text = raw.removeprefix(_BOM) if at_start else raw
         data: list[bytes] = []
         event = ""
+        stray = False
         for line, _ in _split_lines(text):
             name, _, value = line.partition(b":")
             if name == b"data":
                 data.append(value.removeprefix(b" "))
             elif name == b"event":
                 event = value.removeprefix(b" ").decode("utf-8", "replace")
-        return SSEFrame(raw, b"\n".join(data) if data else None, event)
+            elif name not in _OTHER_FIELDS:
+                stray = True
+        return SSEFrame(raw, b"\n".join(data) if data else None, event, stray)
 
 
 def _split_lines(raw: bytes) -> list[tuple[bytes, bytes]]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from middleware.dialects.choices import ChoicesReader, ContentAssembler, openai_error
+from middleware.dialects.choices_content import ChoicesContent
 from middleware.engines.base import EngineProfile
 from middleware.errors import InvalidInputError, UnsupportedParameterError
 from middleware.records import response_to_output_items
@@ -25,6 +26,13 @@ class ChatDialect:
 
     def num_choices(self, body: Mapping[str, Any]) -> int:
         """``n``, default 1."""
+        return choice_count(body)
+
+    def previous_response(self, body: Mapping[str, Any]) -> None:
+        """Chat has no such reference."""
+
+    def choices_per_prompt(self, body: Mapping[str, Any]) -> int:
+        """All of them: there is one prompt."""
         return choice_count(body)
 
     def generates(self, body: Mapping[str, Any]) -> bool:
@@ -47,6 +55,10 @@ class ChatDialect:
             echo=body.get("echo") is True,
         )
 
+    def content(self, body: Mapping[str, Any]) -> ChoicesContent:
+        """See ``Dialect.content``."""
+        return ChoicesContent(_ChatContent, num_choices=self.num_choices(body))
+
     def error_body(self, status: int, code: str, message: str) -> dict[str, Any]:
         """See ``Dialect.error_body``."""
         return openai_error(status, code, message)
@@ -55,7 +67,9 @@ class ChatDialect:
 def choice_count(body: Mapping[str, Any]) -> int:
     """``n`` of a request; what is no positive integer is left for the engine to refuse."""
     n = body.get("n")
-    return n if isinstance(n, int) and not isinstance(n, bool) and n > 0 else 1
+    if isinstance(n, str) and n.isdecimal() and len(n) < 10:
+        n = int(n)  # engines that validate leniently take it as a number
+    return int(n) if isinstance(n, (int, float)) and not isinstance(n, bool) and n > 0 else 1
 
 
 def refuse_uncapturable(body: Mapping[str, Any]) -> None:
@@ -98,7 +112,8 @@ class _ChatContent(ContentAssembler):
             piece = delta.get(name)
             if isinstance(piece, str) and piece:
                 self._texts.setdefault(name, []).append(piece)
-        for position, call in enumerate(delta.get("tool_calls") or ()):
+        calls = delta.get("tool_calls")
+        for position, call in enumerate(calls if isinstance(calls, list) else ()):
             if isinstance(call, dict):
                 self._add_tool_call(call, position)
         return _is_visible(delta)
@@ -145,8 +160,9 @@ class _ChatContent(ContentAssembler):
 
 
 def _is_visible(message: Mapping[str, Any]) -> bool:
+    """Any text counts, also in fields that are not known here."""
     return bool(
-        any(message.get(name) for name in _TEXT_FIELDS)
-        or message.get("tool_calls")
+        message.get("tool_calls")
         or message.get("function_call")
+        or any(text for name, text in message.items() if isinstance(text, str) and name != "role")
     )

@@ -47,6 +47,7 @@ class _ChoiceState:
         "ids",
         "log_probs",
         "prompt",
+        "reported",
         "routed_experts",
         "visible",
     )
@@ -57,6 +58,7 @@ class _ChoiceState:
         self.log_probs = array("d")
         self.prompt: TokenIds | None = None
         self.finish_reason = ""
+        self.reported = False  # the engine reported ids, be they none
         self.routed_experts: Any = None
         self.visible = False  # the client saw text of this choice
 
@@ -78,7 +80,7 @@ class _ChoiceState:
         try:
             self.ids.extend(ids)
         except OverflowError as error:
-            raise AnswerDefect("invalid_token_ids", str(error)) from error
+            raise AnswerDefect("invalid_token_ids", "a token id is out of range") from error
         if not set(map(type, log_probs)) <= _NUMBERS:
             raise AnswerDefect("non_finite_log_probs", "a log-prob is null or not a number")
         self.log_probs.extend(log_probs)
@@ -86,6 +88,8 @@ class _ChoiceState:
 
 class ChoicesReader:
     """Collects one answer. Feed it every parsed payload, then ask for the ``answer``."""
+
+    refusal: Final = None  # see ``AnswerReader``: an engine behind HTTP refuses for itself
 
     def __init__(
         self,
@@ -110,6 +114,7 @@ class ChoicesReader:
         self.model = ""
         self.num_tokens = 0
         self.saw_text = False
+        self._unbacked = False
         self.error_seen = False
         self.defect: AnswerDefect | None = None
 
@@ -126,25 +131,37 @@ class ChoicesReader:
 
     def feed(self, payload: Mapping[str, Any]) -> None:
         """Take one chunk, or the whole answer. Defects are kept, not raised."""
-        if payload.get("error") is not None or payload.get("object") == "error":
+        try:
+            self._feed(payload)
+        except (TypeError, ValueError, OverflowError, AttributeError) as error:
+            # An engine may say anything; the call is served all the same.
+            kind = type(error).__name__
+            self._keep(AnswerDefect("unparsable_answer", f"the answer has an odd shape ({kind})"))
+
+    def _feed(self, payload: Mapping[str, Any]) -> None:
+        if payload.get("error") or payload.get("object") == "error":
             self.error_seen = True
-            return
         if self.response_id is None and isinstance(payload.get("id"), str):
             self.response_id = payload["id"]
         if not self.model and isinstance(payload.get("model"), str):
             self.model = payload["model"]
-        choices = payload.get("choices")
-        choices = choices if isinstance(choices, list) else []
+        choices = payload.get("choices") or []
+        if not isinstance(choices, list):
+            self._keep(AnswerDefect("unparsable_answer", "choices is no array"))
+            choices = []
         self._note_usage(payload.get("usage"), is_total=not choices)
         for position, choice in enumerate(choices):
             if isinstance(choice, dict):
                 self._feed_choice(payload, choice, position)
+            else:
+                self._keep(AnswerDefect("unparsable_answer", "a choice is no object"))
 
-    def feed_whole(self, payload: Mapping[str, Any]) -> None:
+    def feed_whole(self, payload: Mapping[str, Any]) -> bool:
         """``feed`` for a non-streaming answer, whose usage counts all its choices."""
         self.feed(payload)
         if self._usage is not None:
             self._usage_is_total = True
+        return bool(payload.get("choices"))
 
     def _feed_choice(
         self, payload: Mapping[str, Any], choice: Mapping[str, Any], position: int
@@ -166,9 +183,15 @@ class ChoicesReader:
             before = len(state.ids)
             state.add_tokens(bundle)
             self.num_tokens += len(state.ids) - before
-            finish = choice.get("finish_reason")
-            if visible and not bundle.ids and not finish and not self._echo:
-                self._keep(AnswerDefect("missing_token_ids", "a chunk has text but no token ids"))
+            # echo sends the prompt's text before the first generated token.
+            if visible and not bundle.ids and (state.ids or not self._echo):
+                finish = choice.get("finish_reason")
+                detail = "a chunk has text but no token ids"
+                # A stop string can leave text for the last chunk: there the count decides.
+                self._unbacked = self._unbacked or bool(finish)
+                if not finish:
+                    self._keep(AnswerDefect("missing_token_ids", detail))
+            state.reported = state.reported or bundle.ids is not None
             if bundle.routed_experts is not None:
                 state.routed_experts = bundle.routed_experts
         except AnswerDefect as defect:
@@ -201,10 +224,9 @@ class ChoicesReader:
         if self.defect is not None:
             raise self.defect
         for index, choice in self._choices.items():
-            if choice.visible and not choice.ids and not self._echo:
+            if choice.visible and not choice.ids and not (self._echo and choice.reported):
                 raise AnswerDefect("missing_token_ids", f"choice {index} has text but no token ids")
-        if self.all_finished:
-            self._check_usage()
+        self._check_usage()
         return Answer(
             choices=[self._choice_answer(index) for index in sorted(self._choices)],
             response_id=self.response_id,
@@ -242,6 +264,8 @@ class ChoicesReader:
 
     def _check_usage(self) -> None:
         if self._usage is None or not (self._usage_is_total or self._num_choices == 1):
+            if self._unbacked:
+                raise AnswerDefect("missing_token_ids", "the last chunk's text has no token ids")
             return
         counted = self._usage.get("completion_tokens")
         if isinstance(counted, int) and counted != self.num_tokens:

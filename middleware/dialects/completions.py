@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from middleware.dialects.chat import choice_count, refuse_uncapturable
 from middleware.dialects.choices import ChoicesReader, ContentAssembler, openai_error
+from middleware.dialects.choices_content import ChoicesContent
 from middleware.engines.base import EngineProfile
 from middleware.records import TokenIds
 
@@ -26,9 +27,17 @@ class CompletionsDialect:
         """Number of prompts times ``n`` (choices come prompt-major)."""
         return _prompt_count(body) * choice_count(body)
 
+    def previous_response(self, body: Mapping[str, Any]) -> None:
+        """Completions have no such reference."""
+
+    def choices_per_prompt(self, body: Mapping[str, Any]) -> int:
+        """``n``."""
+        return choice_count(body)
+
     def generates(self, body: Mapping[str, Any]) -> bool:
-        """Not with ``max_tokens: 0``: then only the prompt is scored (06b 0.5)."""
-        return body.get("max_tokens") != 0 or body.get("max_tokens") is False
+        """Not with ``echo`` and ``max_tokens: 0``: then only the prompt is scored (06b 0.5)."""
+        max_tokens = body.get("max_tokens")
+        return not (body.get("echo") is True and max_tokens == 0 and max_tokens is not False)
 
     def check(self, body: Mapping[str, Any]) -> None:
         """See ``Dialect.check``."""
@@ -44,6 +53,10 @@ class CompletionsDialect:
             choices_per_prompt=choice_count(body),
             echo=body.get("echo") is True,
         )
+
+    def content(self, body: Mapping[str, Any]) -> ChoicesContent:
+        """See ``Dialect.content``."""
+        return ChoicesContent(_TextContent, num_choices=self.num_choices(body))
 
     def error_body(self, status: int, code: str, message: str) -> dict[str, Any]:
         """See ``Dialect.error_body``."""

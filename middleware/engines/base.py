@@ -40,6 +40,7 @@ class TokenAsk:
     hide: EditTree = field(default_factory=dict)
     hide_stream: EditTree = field(default_factory=dict)
     hides_tokens: bool = False  # chunks that carry nothing but tokens vanish with them
+    hides_usage: bool = False  # the separate usage chunk of a stream vanishes
 
 
 @dataclass(slots=True)
@@ -81,7 +82,9 @@ def checked_ids(values: object, what: str) -> TokenIds:
     try:
         return TokenIds.of(values)
     except ValueError as error:
-        raise AnswerDefect("invalid_token_ids", f"{what}: {error}") from error
+        # The cause names values; a defect's detail reaches logs and must not.
+        detail = f"{what} are not all integers from 0 to 2**64 - 1"
+        raise AnswerDefect("invalid_token_ids", detail) from error
 
 
 def checked_log_probs(values: object) -> LogProbs:
@@ -94,4 +97,5 @@ def checked_log_probs(values: object) -> LogProbs:
     try:
         return LogProbs.of(values)
     except ValueError as error:
-        raise AnswerDefect("non_finite_log_probs", str(error)) from error
+        detail = "a log-prob is NaN, infinite, missing, or the engine's sentinel"
+        raise AnswerDefect("non_finite_log_probs", detail) from error

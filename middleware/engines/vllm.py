@@ -8,6 +8,7 @@ inside the choice. Source: spec 06b 1.2-1.5, seen on 0.32.0.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from middleware.engines.base import TokenAsk, TokenBundle
@@ -40,7 +41,9 @@ class VLLMProfile:
             if not wants_log_probs:
                 members["logprobs"] = 0
             hide: EditTree = self._hide(wants_ids, wants_log_probs, prompt_in_choice=True)
-            return TokenAsk(members, hide, hide, not wants_ids and not wants_log_probs)
+            return _with_usage(
+                TokenAsk(members, hide, hide, not wants_ids and not wants_log_probs), body
+            )
         wants_log_probs = body.get("logprobs") is True
         top = body.get("top_logprobs")
         has_top = isinstance(top, int) and not isinstance(top, bool)
@@ -52,7 +55,9 @@ class VLLMProfile:
             # With it vLLM suppresses ids too (06b 0.7): override, and drop the text ourselves.
             members["include_reasoning"] = True
             hide = _hide_reasoning(hide)
-        return TokenAsk(members, hide, hide, not wants_ids and not wants_log_probs)
+        return _with_usage(
+            TokenAsk(members, hide, hide, not wants_ids and not wants_log_probs), body
+        )
 
     def read(
         self, dialect: str, payload: Mapping[str, Any], choice: Mapping[str, Any], *, echo: bool
@@ -89,6 +94,18 @@ class VLLMProfile:
         if in_choice:
             top["choices"] = {"*": in_choice}
         return top
+
+
+def _with_usage(ask: TokenAsk, body: Mapping[str, Any]) -> TokenAsk:
+    """In streams also ask for the token counts: nothing else shows that a chunk was lost."""
+    if body.get("stream") is not True:
+        return ask
+    options = body.get("stream_options")
+    options = options if isinstance(options, dict) else {}
+    if options.get("include_usage") is True:
+        return ask
+    members = {**ask.members, "stream_options": {**options, "include_usage": True}}
+    return replace(ask, members=members, hides_usage=True)
 
 
 def _hide_reasoning(hide: Mapping[str, Any]) -> EditTree:

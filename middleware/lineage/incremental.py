@@ -21,6 +21,7 @@ import anyio
 import anyio.to_thread
 
 from middleware.arrays import TokenIds
+from middleware.lineage.ledger import LedgerRows, StampedRow
 from middleware.lineage.matching import (
     LOOKUP_ERROR,
     LineageNode,
@@ -53,6 +54,7 @@ class _Rollout:
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     lineage: RolloutLineage = field(default_factory=RolloutLineage)
+    ledger: LedgerRows | None = None  # a rollout of external staging: its tokens are elsewhere
     cursor: Any = None
     tokens: dict[str, SharedTokens] = field(default_factory=dict)
     verified: set[str] = field(default_factory=set)
@@ -66,6 +68,7 @@ class _Rollout:
 
     def forget(self) -> None:
         self.lineage = RolloutLineage()
+        self.ledger = None
         self.cursor = None
         self.forget_tokens()
 
@@ -98,8 +101,10 @@ class IncrementalLineageStore:
 
     def _fetch_new_entries(
         self, rollout_id: str, cursor: Any
-    ) -> tuple[Sequence[tuple[TokenEntry, Any] | DeliveryNote], Any]:
+    ) -> tuple[Sequence[tuple[TokenEntry, Any] | DeliveryNote | StampedRow], Any]:
         """Entries committed since ``cursor`` (None: all), each with a handle, and the new cursor.
+
+        Rows of an external-staging ledger may stand among them, without a handle.
 
         Raises:
             CursorReset: the cursor is void; it is called again with None.
@@ -199,6 +204,8 @@ class IncrementalLineageStore:
         with rollout.lock:
             with self._read_locked(rollout_id):
                 self._refresh(rollout_id, rollout)
+                if rollout.ledger is not None:
+                    return rollout.ledger.decide(decision)
                 verdict = decision(rollout.lineage)
                 node = verdict[1]
                 if node is None:
@@ -234,6 +241,9 @@ class IncrementalLineageStore:
         for item in fetched:
             if isinstance(item, DeliveryNote):
                 rollout.lineage.note_delivery(item.model_call_id, item.delivered)
+            elif isinstance(item, StampedRow):
+                rollout.ledger = rollout.ledger or LedgerRows(rollout_id)
+                rollout.ledger.add(item)
             else:
                 entry, ref = item
                 rollout.lineage.add_entry(entry, store_tokens=False, entry_offset=ref)

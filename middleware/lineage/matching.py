@@ -214,6 +214,10 @@ class RolloutLineage:
         elif known.payload_digest != node.payload_digest:
             known.conflicting = True
 
+    def add_node(self, node: LineageNode) -> None:
+        """Index a call that was stamped before (a row of a ledger); its id must be new."""
+        self._insert(node)
+
     def note_delivery(self, call_id: str, delivered: bool) -> None:
         """Whether the client got the answer, known after the record; unknown ids are ignored."""
         node = self.by_call_id.get(call_id)

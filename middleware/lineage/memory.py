@@ -92,12 +92,12 @@ class InMemoryLineageStore:
         self, rollout_id: str, decision: Callable[[RolloutLineage], Verdict]
     ) -> LineageResolution:
         with self._lock:
+            rows = self._ledger.get(rollout_id)
+            if rows:
+                return rows.decide(decision)
             return resolution(decision(self._lineage(rollout_id)))
 
     def _lineage(self, rollout_id: str) -> RolloutLineage:
-        rows = self._ledger.get(rollout_id)
-        if rows:
-            return rows.lineage
         return self._index.get(rollout_id) or RolloutLineage()
 
     def is_process_shared(self) -> bool:

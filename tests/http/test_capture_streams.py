@@ -81,12 +81,18 @@ async def test_the_agent_does_not_see_what_only_we_asked_for() -> None:
     assert response.content == frame(shown_role) + odd + frame(shown_text) + DONE
     assert response.headers["server"] == "engine"
     sent = engine.seen[0].json
-    assert sent == STREAM | {"logprobs": True, "top_logprobs": 0, "return_token_ids": True}
+    assert sent == STREAM | {
+        "logprobs": True,
+        "top_logprobs": 0,
+        "return_token_ids": True,
+        "stream_options": {"include_usage": True},
+    }
 
 
 async def test_an_agent_that_asks_for_tokens_gets_the_engine_s_bytes() -> None:
     """Nothing to strip: the body passes as it came."""
     wanted = STREAM | {"logprobs": True, "return_token_ids": True, "top_logprobs": 3}
+    wanted["stream_options"] = {"include_usage": True}
     pieces = b"".join(frame(payload) for payload in PARSED) + DONE
     async with scripted_engine([stream(*PARSED, DONE)]) as engine, sidecar(engine.url) as car:
         response = await car.http.post(CHAT, json=wanted)
