@@ -6,9 +6,9 @@ name does not load the server.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from middleware._lazy import lazy_attributes
 from middleware._version import __version__
 
 if TYPE_CHECKING:
@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     from capture_server.stores.lineage import FileLineageStore
     from capture_server.stores.memory import MemoryCaptureStore
     from capture_server.stores.registry import open_resolver, open_store
+    from capture_server.stores.remote import (
+        HttpLineageResolver,
+        HttpTokenSink,
+        HttpTokenSource,
+        RemoteCaptureStore,
+    )
     from capture_server.trajectories import (
         BuildNotes,
         BuildOutput,
@@ -41,22 +47,47 @@ if TYPE_CHECKING:
         trajectories_from_source,
     )
 
-_HOME = {
-    "create_app": "app",
-    "serve": "app",
-    "RolloutClient": "client",
-    "SyncRolloutClient": "client",
-    "Settings": "config",
-    "load_settings": "config",
-    "ConformanceError": "conformance",
-    "run_conformance": "conformance",
-    "TokenCaptureStore": "stores.file",
-    "make_token_store": "stores.file",
-    "FileLineageStore": "stores.lineage",
-    "MemoryCaptureStore": "stores.memory",
-    "open_resolver": "stores.registry",
-    "open_store": "stores.registry",
-}
+__getattr__ = lazy_attributes(
+    __name__,
+    {
+        "BuildNotes": "capture_server.trajectories",
+        "BuildOutput": "capture_server.trajectories",
+        "Chain": "capture_server.trajectories",
+        "ChainLink": "capture_server.trajectories",
+        "ConformanceError": "capture_server.conformance",
+        "FileLineageStore": "capture_server.stores.lineage",
+        "HttpLineageResolver": "capture_server.stores.remote",
+        "HttpTokenSink": "capture_server.stores.remote",
+        "HttpTokenSource": "capture_server.stores.remote",
+        "MemoryCaptureStore": "capture_server.stores.memory",
+        "RolloutClient": "capture_server.client",
+        "RemoteCaptureStore": "capture_server.stores.remote",
+        "RolloutTraces": "capture_server.trajectories",
+        "Settings": "capture_server.config",
+        "SyncRolloutClient": "capture_server.client",
+        "TerminalAttribution": "capture_server.trajectories",
+        "TokenCaptureStore": "capture_server.stores.file",
+        "TraceRow": "capture_server.trajectories",
+        "assert_prefix_contiguity": "capture_server.trajectories",
+        "build_traces": "capture_server.trajectories",
+        "create_app": "capture_server.app",
+        "finalize_rollout_token_capture": "capture_server.trajectories",
+        "load_settings": "capture_server.config",
+        "make_token_store": "capture_server.stores.file",
+        "open_resolver": "capture_server.stores.registry",
+        "open_store": "capture_server.stores.registry",
+        "prefix_merging": "capture_server.trajectories",
+        "project_chain_to_output_items": "capture_server.trajectories",
+        "project_main_chain_response": "capture_server.trajectories",
+        "resolve_terminal": "capture_server.trajectories",
+        "retire_rollout_token_capture": "capture_server.trajectories",
+        "run_builder": "capture_server.trajectories",
+        "run_conformance": "capture_server.conformance",
+        "serve": "capture_server.app",
+        "trajectories_for_rollout": "capture_server.trajectories",
+        "trajectories_from_source": "capture_server.trajectories",
+    },
+)
 
 __all__ = [
     "BuildNotes",
@@ -65,7 +96,11 @@ __all__ = [
     "ChainLink",
     "ConformanceError",
     "FileLineageStore",
+    "HttpLineageResolver",
+    "HttpTokenSink",
+    "HttpTokenSource",
     "MemoryCaptureStore",
+    "RemoteCaptureStore",
     "RolloutClient",
     "RolloutTraces",
     "Settings",
@@ -93,9 +128,3 @@ __all__ = [
     "trajectories_for_rollout",
     "trajectories_from_source",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME.get(name, 'trajectories')}"), name)
