@@ -5,9 +5,9 @@ the remedy, on stderr. The control token comes from the environment only
 (TOKEN_CAPTURE_CONTROL_TOKEN or ..._FILE): arguments are visible to every user of a machine.
 Imports of the server and the client wait until a command needs them.
 
-Exit codes: 0 done; 1 done, but the answer is "do not train on this" (a failed demo check,
-``--fail-if-masked``); 2 wrong usage or settings; 3 the sidecar refused; 4 the sidecar or its
-store is not reachable; 5 a file could not be written.
+Exit codes: 0 done; 1 done, but the answer is "do not train on this" (a failed demo check or
+verification, ``--fail-if-masked``); 2 wrong usage or settings; 3 the sidecar refused; 4 the
+sidecar or its store is not reachable; 5 a file could not be read or written.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from typing import Annotated, Any
 
 import typer
 
+from capture_server import cli_offline, store_cli
+from capture_server.cli_offline import write_snapshot
 from capture_server.cli_support import (
     EXIT_CHECK_FAILED,
     EXIT_USAGE,
@@ -30,12 +32,11 @@ from capture_server.cli_support import (
     print_json,
     print_table,
     status_fields,
-    write_whole,
 )
 
 _EPILOG = (
     "Exit codes: 0 done; 1 a check failed; 2 wrong usage or settings; 3 the sidecar refused; "
-    "4 the sidecar or its store is not reachable; 5 a file could not be written."
+    "4 the sidecar or its store is not reachable; 5 a file could not be read or written."
 )
 
 app = typer.Typer(
@@ -108,6 +109,9 @@ def serve(
     ] = None,
     prefix_supply: Annotated[str | None, typer.Option(help="off, auto or require.")] = None,
     bridge: Annotated[str | None, typer.Option(help="auto, always or never.")] = None,
+    external_staging: Annotated[
+        str | None, typer.Option(help="off, vllm_worker or megatron_worker.")
+    ] = None,
     engine: Annotated[str | None, typer.Option(help="auto, vllm, nemo_rl, ...")] = None,
     max_body_bytes: Annotated[int | None, typer.Option(help="Largest request body.")] = None,
     max_decoded_body_bytes: Annotated[
@@ -176,6 +180,30 @@ def version(as_json: Json = False) -> None:
         typer.echo(f"token-capture {__version__}")
 
 
+@app.command()
+def migrate(
+    store: Annotated[
+        str | None,
+        typer.Option(help="postgresql:// URL without password (default: the setting store)."),
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file with settings.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Create or update the tables of a PostgreSQL store; run it again at any time."""
+    with errors_as_exit_codes():
+        from capture_server.config import load_settings
+        from capture_server.stores.registry import migrate_store
+
+        applied = migrate_store(given=store, configured=load_settings(config=config).store)
+    if as_json:
+        print_json({"applied": [{"version": m.version, "name": m.name} for m in applied]})
+        return
+    for migration in applied:
+        typer.echo(f"applied {migration.version}: {migration.name.replace('_', ' ')}")
+    if not applied:
+        typer.echo("the tables are up to date")
+
+
 # --- agent and trainer commands ----------------------------------------------------------------
 
 
@@ -237,7 +265,10 @@ def freeze(rollout: Rollout, server: Server = None, as_json: Json = False) -> No
 def snapshot(
     rollout: Rollout,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write JSON lines to this .jsonl file.")
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="File: .jsonl, .arrow, .parquet, .safetensors or .npz."
+        ),
     ] = None,
     full_prompts: Annotated[
         bool, typer.Option("--full-prompts", help="Rebuild prompts stored as suffixes.")
@@ -246,19 +277,17 @@ def snapshot(
     as_json: Json = False,
 ) -> None:
     """Read the frozen snapshot: header line, then one entry per line."""
-    if output is not None and output.suffix != ".jsonl":
-        fail(f"{output}: this release writes .jsonl files", EXIT_USAGE)
     with client_of(server) as client:
-        data = client.snapshot_ndjson(rollout, full_prompts=full_prompts)
-    if output is None:
-        sys.stdout.buffer.write(_as_one_object(data) if as_json else data)
-        sys.stdout.buffer.flush()
-        return
-    write_whole(output, data)
-    header = json.loads(data.partition(b"\n")[0])
-    summary = {"file": str(output), "calls": header["calls"], "version": header["version"]}
+        if output is not None:
+            written = write_snapshot(client, rollout, output, full_prompts=full_prompts)
+        else:
+            data = client.snapshot_ndjson(rollout, full_prompts=full_prompts)
+            sys.stdout.buffer.write(_as_one_object(data) if as_json else data)
+            sys.stdout.buffer.flush()
+            return
+    summary = {"file": str(output), "calls": len(written.entries), "version": written.version}
     if as_json:
-        print_json({**summary, "snapshot_id": header["snapshot_id"]})
+        print_json({**summary, "snapshot_id": written.snapshot_id})
     else:
         typer.echo(f"{summary['calls']} calls -> {output}")
 
@@ -383,6 +412,9 @@ def sweep(
         removed = client.sweep(older_than_seconds=older_than_s)
     print_json({"removed": removed}) if as_json else typer.echo(f"removed {removed} tombstones")
 
+
+cli_offline.register(app)
+app.add_typer(store_cli.app, name="store")
 
 if __name__ == "__main__":
     main()

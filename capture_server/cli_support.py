@@ -8,9 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
@@ -102,6 +100,7 @@ def status_fields(status: Any) -> dict[str, Any]:
         f"{r.code}{f' ({r.model_call_id})' if r.model_call_id else ''}"
         for r in status.incomplete_reasons
     ]
+    drifted = ", ".join(f"{one['model_call_id']} at {one['drift_at']}" for one in status.drifted)
     resolutions = ", ".join(f"{count} {name}" for name, count in status.resolutions.items())
     return {
         "rollout": status.rollout_id,
@@ -110,22 +109,8 @@ def status_fields(status: Any) -> dict[str, Any]:
         "open calls": len(status.open_intents),
         "prompt tokens": status.prompt_tokens,
         "generated tokens": status.generated_tokens,
-        "drifted calls": status.drifted_calls,
+        "drifted calls": f"{status.drifted_calls}{f' ({drifted})' if drifted else ''}",
         "incomplete": f"yes: {', '.join(reasons)}" if status.incomplete else "no",
         "snapshot": status.snapshot_id or "-",
         "version": status.version,
     }
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """A reader sees the old file or the whole new one, never a part."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with partial.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError as exc:
-        partial.unlink(missing_ok=True)
-        fail(f"cannot write {path}: {exc.strerror}", EXIT_FILE)

@@ -272,6 +272,7 @@ def parse_status(body: Any) -> RolloutStatus:
     """A status row; keys of newer servers are left out."""
     known = {name: value for name, value in body.items() if name in _STATUS_FIELDS}
     known["incomplete_reasons"] = parse_reasons(known.get("incomplete_reasons", ()))
+    known["drifted"] = tuple(known.get("drifted", ()))
     known["open_intents"] = tuple(known.get("open_intents", ()))
     return RolloutStatus(**known)
 

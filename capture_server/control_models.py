@@ -64,6 +64,14 @@ class ReasonBody(BaseModel):
         )
 
 
+class DriftBody(BaseModel):
+    """A call whose prompt leaves its parent's tokens after the first ``drift_at``."""
+
+    model_call_id: str
+    drift_at: int | None
+    parent_call_id: str | None
+
+
 class StatusBody(BaseModel):
     """Counts and state of one rollout; no token arrays."""
 
@@ -77,6 +85,7 @@ class StatusBody(BaseModel):
     incomplete_reasons: list[ReasonBody]
     resolutions: dict[str, int]
     drifted_calls: int
+    drifted: list[DriftBody]
     first_call_at: float | None
     last_call_at: float | None
     snapshot_id: str | None
@@ -97,6 +106,7 @@ class StatusBody(BaseModel):
             incomplete_reasons=[ReasonBody.of(reason) for reason in status.incomplete_reasons],
             resolutions={"root": 0, "resolved": 0, "unresolved": 0, **status.resolutions},
             drifted_calls=status.drifted_calls,
+            drifted=[DriftBody.model_validate(one) for one in status.drifted],
             first_call_at=status.first_call_at,
             last_call_at=status.last_call_at,
             snapshot_id=status.snapshot_id,

@@ -20,6 +20,7 @@ from fastapi.security import HTTPBearer
 from starlette.responses import JSONResponse, Response
 
 from capture_server import snapshot_body as body_of
+from capture_server.arrow_body import arrow_is_installed, rows_pieces, snapshot_pieces
 from capture_server.auth import ControlGuard
 from capture_server.config import Settings
 from capture_server.control_models import (
@@ -53,12 +54,26 @@ from capture_server.freezing import OpenCalls, freeze_rollout, retire_current, r
 from capture_server.guarded_route import guarded_route_class
 from capture_server.health_routes import ReadinessCheck, health_router
 from capture_server.negotiation import etag_matches, preferred_encoding, preferred_type
+from capture_server.staging.control import (
+    CONTROL_ROUTE_PREFIX,
+    MANIFEST_PATH,
+    RolloutControlClient,
+    install_rollout_control_routes,
+)
+from capture_server.staging.ledger import LedgerBackend, StoreLedger
+from capture_server.staging.records import RolloutManifest
 from capture_server.trajectories_body import build_trajectories
-from middleware.errors import TokenCaptureError
+from middleware.errors import TokenCaptureError, TokenCaptureRetiredError
 from middleware.paths import CAPTURE_SEGMENT, MAX_ID_LENGTH, ROLLOUT_SEGMENT, validate_rollout_id
 from middleware.protocols import CaptureStore
 
-__all__ = ["OpenCalls", "install_control_routes"]
+__all__ = [
+    "CONTROL_ROUTE_PREFIX",
+    "OpenCalls",
+    "RolloutControlClient",
+    "install_control_routes",
+    "install_rollout_control_routes",
+]
 
 LISTING_PATH: Final = f"/{ROLLOUT_SEGMENT}"
 ROLLOUT_PATH: Final = f"/{ROLLOUT_SEGMENT}/{{rollout_id}}/{CAPTURE_SEGMENT}"
@@ -66,6 +81,14 @@ JSON: Final = "application/json"
 NDJSON: Final = "application/x-ndjson"
 ARROW: Final = "application/vnd.apache.arrow.stream"
 _BATCH_CONCURRENCY: Final = 64
+_ARROW_OFFER: Final = (ARROW,) if arrow_is_installed() else ()
+_NO_ARROW: Final = "Arrow needs pyarrow in the server: pip install 'token-capture[arrow]'"
+_SNAPSHOT_WRITERS: Final = {
+    JSON: body_of.json_pieces,
+    NDJSON: body_of.ndjson_pieces,
+    ARROW: snapshot_pieces,
+}
+_BYTES: Final = {"schema": {"type": "string", "format": "binary"}}
 
 RolloutId = Annotated[
     str,
@@ -111,8 +134,8 @@ class _ControlRoutes:
     async def snapshot(
         self, rollout_id: RolloutId, query: Annotated[SnapshotQuery, Query()], request: Request
     ) -> Response:
-        """The immutable view of a frozen rollout: JSON, or NDJSON with the header first."""
-        media_type = _negotiated(request, (JSON, NDJSON))
+        """The immutable view of a frozen rollout: JSON, NDJSON with the header first, or Arrow."""
+        media_type = _negotiated(request, (JSON, NDJSON, *_ARROW_OFFER))
         status = await self._store.status(rollout_id)
         asked_etag = request.headers.get("if-none-match", "")
         if status.state == "frozen" and asked_etag:
@@ -121,9 +144,11 @@ class _ControlRoutes:
                 return Response(status_code=304, headers=_snapshot_headers(etag))
         snapshot = await self._store.snapshot(rollout_id)
         view = body_of.EntryView(fields=query.field_names, full_prompts=query.full_prompts)
-        write = body_of.ndjson_pieces if media_type == NDJSON else body_of.json_pieces
+        pieces = await anyio.to_thread.run_sync(
+            _SNAPSHOT_WRITERS[media_type], snapshot, view, limiter=self._threads
+        )
         headers = _snapshot_headers(_etag(snapshot.snapshot_id, snapshot.version))
-        return self._stream(request, write(snapshot, view), media_type, headers)
+        return self._stream(request, pieces, media_type, headers)
 
     async def get_trajectories(
         self,
@@ -132,7 +157,7 @@ class _ControlRoutes:
         request: Request,
     ) -> Response:
         """Training rows or a rebuilt response, built from the frozen snapshot."""
-        asked = TrajectoriesRequest.model_validate(query.model_dump())
+        asked = TrajectoriesRequest.model_validate(query.model_dump(exclude_unset=True))
         return await self._trajectories(rollout_id, asked, request)
 
     async def post_trajectories(
@@ -147,12 +172,28 @@ class _ControlRoutes:
     async def _trajectories(
         self, rollout_id: str, asked: TrajectoriesRequest, request: Request
     ) -> Response:
-        _negotiated(request, (JSON,))
+        # Only rows have an Arrow form: who asks for Arrow and no format means them.
+        rows = asked.format == "traces" or "format" not in asked.model_fields_set
+        media_type = _negotiated(request, (JSON, *(_ARROW_OFFER if rows else ())))
         snapshot = await self._store.snapshot(rollout_id)
+        headers = {"vary": "accept, accept-encoding"}
+        if media_type == ARROW:
+            pieces = await anyio.to_thread.run_sync(
+                rows_pieces, snapshot, asked, limiter=self._threads
+            )
+            return self._stream(request, pieces, ARROW, headers)
         body = await anyio.to_thread.run_sync(
             build_trajectories, snapshot, asked, limiter=self._threads
         )
-        return self._stream(request, iter((body,)), JSON, {"vary": "accept, accept-encoding"})
+        return self._stream(request, iter((body,)), JSON, headers)
+
+    async def manifest(self, rollout_id: RolloutId) -> RolloutManifest:
+        """The token-free ledger of external staging; empty where nothing was staged."""
+        if not isinstance(self._store, LedgerBackend):
+            raise UnknownRouteError("this store keeps no ledger of external staging")
+        if (await self._store.status(rollout_id)).state == "retired":
+            raise TokenCaptureRetiredError(f"rollout {rollout_id} is retired: its ledger is gone")
+        return RolloutManifest.model_validate(await StoreLedger(self._store).manifest(rollout_id))
 
     async def retire(self, rollout_id: RolloutId, body: RetireRequest) -> RetiredBody:
         """Remove exactly the snapshot that was consumed; a tombstone stays."""
@@ -231,7 +272,9 @@ def _negotiated(request: Request, offers: Sequence[str]) -> str:
     accept = request.headers.get("accept", "")
     chosen = preferred_type(accept, offers)
     if chosen is None:
-        hint = " (Arrow is not in this release)" if ARROW in accept else ""
+        hint = ""
+        if ARROW in accept:
+            hint = f"; {_NO_ARROW}" if not _ARROW_OFFER else "; Arrow carries format=traces"
         raise NotAcceptableError(f"this route answers {' or '.join(offers)}{hint}")
     return chosen
 
@@ -290,16 +333,27 @@ def _control_router(routes: _ControlRoutes, guard: ControlGuard) -> APIRouter:
             **_errors(*usual, 406, 409, 410),
             200: {
                 "model": SnapshotBody,
-                "content": {NDJSON: {"schema": {"type": "string"}}},
-                "description": "JSON; as NDJSON the first line has everything but the entries",
+                "content": {NDJSON: {"schema": {"type": "string"}}, ARROW: _BYTES},
+                "description": "JSON; as NDJSON the first line has everything but the entries; "
+                "as an Arrow stream one table row per entry",
             },
             304: {"description": "the snapshot that the client has is current"},
         },
         response_class=JSONResponse,
     )
-    built = {**_errors(*usual, 406, 409, 410), 200: {"model": TrajectoriesBody}}
+    built: _Responses = {
+        **_errors(*usual, 406, 409, 410),
+        200: {
+            "model": TrajectoriesBody,
+            "content": {ARROW: _BYTES},
+            "description": "JSON; format traces also as an Arrow stream, one table row per row",
+        },
+    }
     add("GET", f"{ROLLOUT_PATH}/trajectories", routes.get_trajectories, built)
     add("POST", f"{ROLLOUT_PATH}/trajectories", routes.post_trajectories, built)
+    add("GET", f"{ROLLOUT_PATH}/manifest", routes.manifest, _errors(*usual, 410))
+    # The same for clients of the seed's API.
+    add("GET", MANIFEST_PATH, routes.manifest, _errors(*usual, 410), name="control_manifest")
     stale = _errors(*usual, 409, m409=StaleSnapshotBody)
     add("POST", f"{ROLLOUT_PATH}/retire", routes.retire, stale)
     add("GET", LISTING_PATH, routes.list_rollouts, _errors(*usual))

@@ -13,19 +13,20 @@ import orjson
 
 from capture_server.control_models import TrajectoriesRequest
 from capture_server.trajectories.consumer import build_from_snapshot
-from capture_server.trajectories.traces import build_traces
+from capture_server.trajectories.traces import RolloutTraces, build_traces
 from middleware.protocols import TokenCaptureSnapshot
 
 
 def build_trajectories(snapshot: TokenCaptureSnapshot, asked: TrajectoriesRequest) -> bytes:
     """Build what was asked for and write it as JSON."""
     if asked.format == "traces":
-        return _dumps(_traces(snapshot, asked))
+        return _dumps(build_rows(snapshot, asked).to_json(arrays=True))
     return _dumps(_response(snapshot, asked))
 
 
-def _traces(snapshot: TokenCaptureSnapshot, asked: TrajectoriesRequest) -> dict[str, Any]:
-    traces = build_traces(
+def build_rows(snapshot: TokenCaptureSnapshot, asked: TrajectoriesRequest) -> RolloutTraces:
+    """The training rows that were asked for."""
+    return build_traces(
         snapshot,
         builder=asked.builder,
         fragments=asked.fragments,
@@ -33,7 +34,6 @@ def _traces(snapshot: TokenCaptureSnapshot, asked: TrajectoriesRequest) -> dict[
         explicit_terminal_call_id=asked.terminal_call_id,
         declared_response_id=asked.terminal_response_id,
     )
-    return traces.to_json(arrays=True)
 
 
 def _response(snapshot: TokenCaptureSnapshot, asked: TrajectoriesRequest) -> dict[str, Any]:

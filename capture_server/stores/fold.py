@@ -24,11 +24,13 @@ from capture_server.stores.journal import (
     Header,
     Incomplete,
     Intent,
+    LedgerRow,
     Note,
     Record,
     Retired,
     Torn,
 )
+from middleware.lineage.ledger import LedgerRows
 from middleware.protocols import IncompleteReason, RolloutState, RolloutStatus
 from middleware.records import TokenEntry
 
@@ -49,6 +51,7 @@ class Call:
     request_digest: str = ""
     observed: bool = True
     holder: str = ""
+    attempt: str = ""
     open: bool = False  # an intent that nothing closed
     cancelled: bool = False  # and no record came after all
     payload: str | None = None  # sha256 of the stored record's canonical bytes; None: no record
@@ -66,13 +69,14 @@ class RolloutFold:
     calls: dict[str, Call] = field(default_factory=dict)
     choices: dict[str, list[str]] = field(default_factory=dict)  # base id -> its choices' ids
     notes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    ledger: LedgerRows | None = None  # external staging; failures are marks like any other
     _reasons: list[Incomplete] = field(default_factory=list)
     _marks: set[tuple[str, str, bool]] = field(default_factory=set)  # code, call, after freeze?
     _num_live: int = 0  # calls that are not cancelled, and below: by request digest
     _live_digests: Counter[str] = field(default_factory=Counter)
     _resolutions: Counter[str] = field(default_factory=Counter)
     _num_entries: int = 0
-    _num_drifted: int = 0
+    _drifted: list[dict[str, Any]] = field(default_factory=list)
     _prompt_tokens: int = 0
     _generated_tokens: int = 0
     _first_at: float | None = None
@@ -135,7 +139,8 @@ class RolloutFold:
             incomplete=bool(reasons),
             incomplete_reasons=reasons,
             resolutions=counted,
-            drifted_calls=self._num_drifted,
+            drifted_calls=len(self._drifted),
+            drifted=tuple(self._drifted),
             first_call_at=self._first_at,
             last_call_at=self._last_at,
             snapshot_id=ended.snapshot_id if ended else None,
@@ -164,6 +169,8 @@ class RolloutFold:
                 self._apply_cancel(record)
             case Entry():
                 self._apply_entry(record)
+            case LedgerRow():
+                self._apply_ledger_row(record)
             case Incomplete():
                 self._apply_incomplete(record)
             case Closing():
@@ -202,6 +209,7 @@ class RolloutFold:
             request_digest=record.request_digest,
             observed=record.observed,
             holder=record.holder,
+            attempt=record.attempt,
             open=True,
         )
         self._count_live(record.request_digest, 1)
@@ -232,13 +240,34 @@ class RolloutFold:
             self.choices.setdefault(choice[1], []).append(record.call)
         self._count_entry(record)
 
+    def _apply_ledger_row(self, record: LedgerRow) -> None:
+        if self.ledger is None:
+            self.ledger = LedgerRows(self.rollout_id)
+        if record.call in self.ledger.committed:  # no writer of ours does this
+            self._reasons.append(Incomplete(code=CALL_ID_CONFLICT, call=record.call))
+            return
+        self.ledger.add(record)
+        if (call := self.calls.get(record.call)) is not None:
+            call.open = False
+        self._num_entries += 1
+        self._resolutions["resolved" if record.row.get("parent_call_id") else "root"] += 1
+        self._seen_at(record.row.get("admitted_at") or 0.0)
+
     def _count_live(self, request_digest: str, change: int) -> None:
         self._num_live += change
         self._live_digests[request_digest] += change
 
     def _count_entry(self, record: Entry) -> None:
         self._num_entries += 1
-        self._num_drifted += record.is_drifted
+        if record.is_drifted:
+            at, parent = record.entry["drift_at"], record.entry.get("parent_call_id")
+            self._drifted.append(
+                {
+                    "model_call_id": record.call,
+                    "drift_at": at if type(at) is int else None,  # nothing validated it
+                    "parent_call_id": parent,
+                }
+            )
         self._prompt_tokens += record.prompt_len
         self._generated_tokens += record.gen_len
         self._resolutions[record.resolution] += 1

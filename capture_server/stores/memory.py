@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from capture_server.stores.decisions import (
     Decision,
@@ -24,6 +24,7 @@ from capture_server.stores.decisions import (
     decide_note,
     decide_put,
     decide_retire,
+    decide_retire_now,
     require_frozen,
 )
 from capture_server.stores.fold import (
@@ -34,7 +35,15 @@ from capture_server.stores.fold import (
 )
 from capture_server.stores.holders import current_holder
 from capture_server.stores.housekeeping import page
-from capture_server.stores.journal import Cancel, Entry, Incomplete, Intent, Note
+from capture_server.stores.journal import (
+    Cancel,
+    Entry,
+    Incomplete,
+    Intent,
+    Note,
+    Record,
+    Retired,
+)
 from capture_server.stores.statistics import StoreStatistics
 from middleware.errors import InvalidInputError, StoreClosedError
 from middleware.paths import validate_call_id, validate_rollout_id
@@ -42,6 +51,8 @@ from middleware.protocols import CallIntent, RolloutStatus, TokenCaptureSnapshot
 from middleware.records import TokenEntry, payload_digest
 
 __all__ = ["MemoryCaptureStore"]
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +94,8 @@ class MemoryCaptureStore:
             at=intent.created_at or self._clock(),
             request_digest=intent.request_digest,
             observed=intent.observed,
-            holder=current_holder(),
+            holder=intent.holder or current_holder(),
+            attempt=intent.attempt,
         )
         with self._lock:
             rollout = self._get(intent.rollout_id)
@@ -126,7 +138,13 @@ class MemoryCaptureStore:
                 # What a fold looks at; the tokens stay in the entry itself.
                 packed=entry.model_dump(
                     mode="json",
-                    include={"request_digest", "parent_resolution", "drift_at", "created_at"},
+                    include={
+                        "request_digest",
+                        "parent_resolution",
+                        "parent_call_id",
+                        "drift_at",
+                        "created_at",
+                    },
                 ),
             )
             for entry, closes in entries
@@ -208,9 +226,7 @@ class MemoryCaptureStore:
             tombstone = decide_retire(rollout.fold, snapshot_id, version, self._clock())
             if tombstone is None:
                 return False
-            fold = RolloutFold(rollout_id)
-            fold.apply(tombstone)
-            self._rollouts[rollout_id] = _Rollout(fold)
+            self._bury(rollout_id, tombstone)
             return True
 
     async def delete(self, rollout_id: str) -> bool:
@@ -267,6 +283,37 @@ class MemoryCaptureStore:
     async def close(self) -> None:
         """Refuse further use. Idempotent."""
         self._closed = True
+
+    async def apply_rule(
+        self,
+        rollout_id: str,
+        rule: Callable[[RolloutFold], Decision],
+        *,
+        call: str = "",
+        owed: Sequence[Record] = (),
+    ) -> None:
+        """Append what a pure rule decides on the current state (``staging.ledger``)."""
+        del call, owed  # memory does not fail
+        with self._lock:
+            rollout = self._get(rollout_id)
+            self._apply(rollout, rule(rollout.fold))
+
+    async def look(self, rollout_id: str, view: Callable[[RolloutFold], T]) -> T:
+        """What ``view`` makes of the current state; it must copy what it returns."""
+        with self._lock:
+            return view(self._get(rollout_id).fold)
+
+    async def retire_now(self, rollout_id: str) -> None:
+        """Leave only a tombstone, whatever the state. Idempotent."""
+        with self._lock:
+            tombstone = decide_retire_now(self._get(rollout_id).fold, self._clock())
+            if tombstone is not None:
+                self._bury(rollout_id, tombstone)
+
+    def _bury(self, rollout_id: str, tombstone: Retired) -> None:
+        fold = RolloutFold(rollout_id)
+        fold.apply(tombstone)
+        self._rollouts[rollout_id] = _Rollout(fold)
 
     def _get(self, rollout_id: str) -> _Rollout:
         """The rollout, or an empty one that ``_apply`` keeps if anything happens to it."""

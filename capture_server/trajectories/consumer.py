@@ -18,9 +18,10 @@ from capture_server.trajectories.builder import (
     run_builder,
 )
 from capture_server.trajectories.rollout_ids import rollout_id_of
+from capture_server.trajectories.soundness import require_entries
 from capture_server.trajectories.summary import build_metrics, failed_metrics
 from capture_server.trajectories.terminal import TerminalAttribution, resolve_terminal
-from middleware.errors import TokenCaptureError
+from middleware.errors import InvalidRecordError, TokenCaptureError
 from middleware.protocols import TokenCaptureSnapshot, TokenSource
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 NO_RECORDS: Final = "no model call of this rollout was captured"
 NO_CHAIN: Final = "no captured call can be put into a chain"
+FOREIGN_ENTRY: Final = "the snapshot holds records of another rollout"
 ONE_RESPONSE_ONLY: Final = (
     "per_request gives one sequence per call and cannot be one response; use prefix_merging, "
     "or ask for traces"
@@ -54,7 +56,14 @@ def build_from_snapshot(
     entries = snapshot.entries
     if not entries:
         return _failed(snapshot, builder, NO_RECORDS, 0, None)
+    try:
+        require_entries(entries)
+    except InvalidRecordError as error:
+        return _failed(snapshot, builder, str(error), len(entries), None)
     n_calls = len({entry.model_call_id for entry in entries})
+    foreign = next((e.rollout_id for e in entries if e.rollout_id != snapshot.rollout_id), None)
+    if foreign is not None:
+        return _failed(snapshot, builder, f"{FOREIGN_ENTRY} ({foreign!r})", n_calls, None)
     attribution = resolve_terminal(
         entries,
         verified_response,
@@ -202,8 +211,9 @@ def clear_token_captures_for_rollouts(
     rollout_ids = [rollout_id for rollout_id in found if rollout_id is not None]
     for root in token_capture_dirs:
         store = _file_store(root)
-        for rollout_id in rollout_ids:
-            store.delete(rollout_id)
+        # All at once, then waited for: on an event loop too, they are gone when this returns.
+        for deletion in [store.delete(rollout_id) for rollout_id in rollout_ids]:
+            deletion.result()
 
 
 def token_id_capture_dirs_from_config(global_config_dict: Any) -> list[Path]:

@@ -16,6 +16,7 @@ from capture_server.trajectories.deltas import place_deltas
 from capture_server.trajectories.duplicates import one_call_per_id
 from capture_server.trajectories.parents import PARENT_RECOVERED, link_parents
 from capture_server.trajectories.retries import judge_retries, set_aside_leaves
+from capture_server.trajectories.soundness import INVALID_RECORD, split_sound
 from middleware.records import TokenEntry
 
 DUPLICATE_CONFLICT: Final = "duplicate_call_id_conflict"
@@ -92,14 +93,20 @@ class LineageGraph:
 
 
 def build_graph(entries: Sequence[TokenEntry], terminal_call_id: str | None = None) -> LineageGraph:
-    """Judge the calls of one frozen rollout. The entries are not changed."""
-    calls, conflicts = one_call_per_id(entries)
-    n_calls = len(calls) + len(conflicts)
-    lost = dict.fromkeys(conflicts, DUPLICATE_CONFLICT)
+    """Judge the calls of one frozen rollout. The entries are not changed.
+
+    Raises:
+        InvalidRecordError: an element is no entry, or has no call id (see ``soundness``).
+    """
+    sound, broken = split_sound(entries)
+    calls, conflicts = one_call_per_id(sound)
+    n_calls = len(calls) + len(conflicts) + len(broken)
+    lost = dict.fromkeys(broken, INVALID_RECORD)
+    lost |= dict.fromkeys(conflicts, DUPLICATE_CONFLICT)
     lost |= dict.fromkeys(place_deltas(calls), UNRECONSTRUCTABLE)
     empty = {c: call for c, call in calls.items() if c not in lost and not call.generated}
     generating = {c: call for c, call in calls.items() if c not in lost and call.generated}
-    decided = any(entry.parent_resolution is not None for entry in entries)
+    decided = any(entry.parent_resolution is not None for entry in sound)
     drift = link_parents(generating, empty, decided=decided)
     graph = LineageGraph(n_calls, generating, empty, lost, terminal_call_id, drift=drift)
     _judge(graph)

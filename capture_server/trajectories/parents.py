@@ -82,7 +82,7 @@ def _follow(
         return
     call.failure = PARENT_MISMATCH
     at = call.entry.drift_at
-    drift[call.call_id] = at if isinstance(at, int) else _first_difference(call, parent)
+    drift[call.call_id] = at if isinstance(at, int) else first_difference(call, parent)
 
 
 def _extends(call: Call, parent: Call) -> bool:
@@ -92,7 +92,8 @@ def _extends(call: Call, parent: Call) -> bool:
     return base is parent or parent.is_prefix_of(call.full_prompt())
 
 
-def _first_difference(call: Call, parent: Call) -> int:
+def first_difference(call: Call, parent: Call) -> int:
+    """How many leading tokens of the call's prompt are those of the parent's full sequence."""
     prompt = call.full_prompt()
     common = prompt.common_prefix_len(parent.full_prompt())
     if common == parent.prompt_len:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from capture_server.trajectories.calls import Call
+from capture_server.trajectories.soundness import as_finite
 from middleware.records import TokenIds
 
 _CHOICE_SUFFIX = re.compile(r"\.([0-9]+)$")  # choices of one request: <call id>.<index>
@@ -107,10 +108,8 @@ def _judge_repeats(
 
 def _ended_at(call: Call) -> float | None:
     timings = call.entry.timings
-    total_ms = timings.get("total_ms") if isinstance(timings, dict) else None
-    if not call.entry.created_at or isinstance(total_ms, bool):
-        return None
-    if not isinstance(total_ms, (int, float)):
+    total_ms = as_finite(timings.get("total_ms")) if isinstance(timings, dict) else None
+    if not call.entry.created_at or total_ms is None:
         return None
     return call.entry.created_at + total_ms / 1000.0
 

@@ -17,6 +17,7 @@ from capture_server.trajectories.chains import chain_ids
 from capture_server.trajectories.digests import check_digests
 from capture_server.trajectories.graph import LineageGraph, build_graph
 from capture_server.trajectories.rows import CallSpan, RolloutTraces, RowDraft, TraceRow, make_row
+from capture_server.trajectories.soundness import require_entries
 from capture_server.trajectories.summary import build_metrics
 from capture_server.trajectories.terminal import TerminalAttribution, resolve_terminal
 from middleware.errors import InvalidInputError
@@ -34,6 +35,7 @@ PARALLEL_ATTEMPTS: Final = "parallel_attempts"
 UNDECIDED: Final = "undecided"
 DIGEST_MISMATCH: Final = "recorded_digest_mismatch"
 NO_MAIN_CHAIN: Final = "no_main_chain"
+FOREIGN_ROLLOUT: Final = "foreign_rollout_id"
 
 
 def build_traces(
@@ -52,7 +54,7 @@ def build_traces(
     start at an unproven place, except the scored one.
 
     Raises:
-        InvalidInputError: unknown ``builder`` or ``fragments``.
+        InvalidInputError: unknown ``builder`` or ``fragments``; an element is no entry.
     """
     _check_choice("builder", builder, ("prefix_merging", "per_request"))
     _check_choice("fragments", fragments, ("include", "exclude"))
@@ -60,6 +62,7 @@ def build_traces(
     entries = snapshot.entries if snapshot is not None else source
     assert not isinstance(entries, TokenCaptureSnapshot)
     incomplete = snapshot.incomplete if snapshot is not None else False
+    require_entries(entries)
     attribution = resolve_terminal(
         entries,
         verified_response,
@@ -67,9 +70,12 @@ def build_traces(
         declared_response_id=declared_response_id,
     )
     graph = build_graph(entries, attribution.model_call_id)
+    rollout_id = snapshot.rollout_id if snapshot is not None else _smallest_rollout_id(entries)
+    is_foreign = any(entry.rollout_id != rollout_id for entry in entries)
     out = merged_chains(graph) if builder == "prefix_merging" else single_chains(graph)
     unmatched = declared_response_id is not None and not attribution.attributed
-    drafts = _draft_rows(graph, _rollout_doubts(graph, incomplete, unmatched))
+    doubts = _rollout_doubts(graph, incomplete, unmatched)
+    drafts = _draft_rows(graph, [FOREIGN_ROLLOUT, *doubts] if is_foreign else doubts)
     main = _main_draft(graph, drafts, attribution, declared=declared_response_id is not None)
     if fragments == "exclude":
         drafts = [d for d in drafts if not d.calls[0].is_fragment or d.is_scored]
@@ -80,7 +86,7 @@ def build_traces(
     rows = [make_row(draft) for draft in kept]
     main_row = next((at for at, draft in enumerate(kept) if draft is main), None)
     return RolloutTraces(
-        rollout_id=_rollout_id(snapshot, entries),
+        rollout_id=rollout_id,
         builder=builder,
         mask_sample=incomplete or all(row.mask_sample for row in rows),
         rows=rows,
@@ -96,10 +102,8 @@ def _check_choice(what: str, value: str, choices: tuple[str, ...]) -> None:
         raise InvalidInputError(f"unknown {what} {value!r}; use one of {', '.join(choices)}")
 
 
-def _rollout_id(snapshot: TokenCaptureSnapshot | None, entries: Sequence[TokenEntry]) -> str:
-    if snapshot is not None:
-        return snapshot.rollout_id
-    return entries[0].rollout_id if entries else ""
+def _smallest_rollout_id(entries: Sequence[TokenEntry]) -> str:
+    return min((str(entry.rollout_id) for entry in entries), default="")
 
 
 # --- which calls stand in which row -----------------------------------------------------------
@@ -222,7 +226,14 @@ def _metrics(
         "aborted_calls": notes.aborted_calls,
         "given_history": notes.given_history,
         "undecided_calls": sorted(c.call_id for c in graph.calls.values() if c.undecided),
-        "drift": notes.drift,
+        "drift": [
+            {
+                "model_call_id": call_id,
+                "drift_at": at,
+                "parent_call_id": graph.calls[call_id].entry.parent_call_id,
+            }
+            for call_id, at in notes.drift.items()
+        ],
         PARALLEL_ATTEMPTS: graph.parallel_attempts,
         NO_MAIN_CHAIN: main_row is None,
     }

@@ -33,6 +33,7 @@ STATUS_KEYS = [
     "incomplete_reasons",
     "resolutions",
     "drifted_calls",
+    "drifted",
     "first_call_at",
     "last_call_at",
     "snapshot_id",
@@ -130,7 +131,7 @@ async def test_freeze_waits_for_a_running_call(store: CaptureStore) -> None:
 
     async with http_to(app) as http:
         freezing = asyncio.create_task(http.post(root("r1", "freeze")))
-        while await _takes_calls(store, "r1"):  # noqa: ASYNC110 - the store has no event for it
+        while await _takes_calls(store, "r1"):
             await asyncio.sleep(0.005)
         assert (await http.get(root("r1"))).json()["state"] == "open"
         await store.put(only)
@@ -370,10 +371,11 @@ async def test_snapshot_is_compressed_on_request(
 
 
 @pytest.mark.parametrize("verb", ["snapshot", "trajectories"])
-async def test_only_arrow_is_not_acceptable_yet(
-    verb: str, http: httpx.AsyncClient, store: CaptureStore
+async def test_a_server_without_pyarrow_says_so(
+    verb: str, http: httpx.AsyncClient, store: CaptureStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A client that insists on Arrow is told what there is; one that merely prefers it gets it."""
+    """A client that insists on Arrow is told what there is; one that prefers it gets JSON."""
+    monkeypatch.setattr("capture_server.control_routes._ARROW_OFFER", ())
     await frozen(http, store, "r1")
     arrow = "application/vnd.apache.arrow.stream"
 
@@ -382,7 +384,7 @@ async def test_only_arrow_is_not_acceptable_yet(
     )
     both = await http.get(root("r1", verb), headers={"accept": f"{arrow}, application/json;q=0.5"})
 
-    assert "Arrow" in body["error"]["message"]
+    assert "token-capture[arrow]" in body["error"]["message"]
     assert both.headers["content-type"] == "application/json"
 
 
@@ -897,6 +899,7 @@ CONTROL_ROUTES = [
     ("GET", root("r1", "snapshot")),
     ("GET", root("r1", "trajectories")),
     ("POST", root("r1", "trajectories")),
+    ("GET", root("r1", "manifest")),
     ("POST", root("r1", "retire")),
     ("GET", "/ng-rollout"),
     ("POST", "/ng-rollout:batch"),

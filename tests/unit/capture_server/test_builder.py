@@ -16,8 +16,9 @@ from capture_server.trajectories.builder import (
     prefix_merging,
     run_builder,
 )
+from capture_server.trajectories.chains import Chain, ChainLink
 from middleware.errors import InvalidInputError, InvalidRecordError
-from middleware.records import LogProbs, TokenEntry, canonical_bytes, compute_digest
+from middleware.records import LogProbs, TokenEntry, TokenIds, canonical_bytes, compute_digest
 from tests.unit.capture_server.reference_builder import shown_build
 from tests.unit.capture_server.rollout_factory import call, delta, rollouts
 
@@ -518,8 +519,8 @@ def test_unknown_builder_is_refused() -> None:
 
 
 def test_chain_with_uneven_log_probs_does_not_validate() -> None:
-    """Records made without validation are still caught before projection."""
+    """A chain made by hand, of records made without validation, is caught before projection."""
     entry = call("a", [1], [2, 3])
     entry.__dict__["generation_log_probs"] = LogProbs([-1.0])
     with pytest.raises(InvalidRecordError, match="2 generated tokens but 1 log-probs"):
-        prefix_merging([entry]).chains[0].validate()
+        Chain("main", [ChainLink(entry, TokenIds(()))], entry.prompt_token_ids).validate()

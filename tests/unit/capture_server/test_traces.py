@@ -329,7 +329,7 @@ def test_dropped_reasoning_gives_two_rows_and_names_the_break() -> None:
     second = call("b", [1, 2, 5, 9], [33, 6], first)
     built = traces([first, second])
     assert [row.loss_mask.sum() for row in built.rows] == [4, 2]
-    assert built.metrics["drift"] == {"b": 2}
+    assert built.metrics["drift"] == [{"model_call_id": "b", "drift_at": 2, "parent_call_id": "a"}]
     assert built.metrics["parent_link_failures"] == {"parent_digest_mismatch": 1}
 
 

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from middleware.canonical import loads_exact, may_hold_long_integer
 from middleware.errors import InvalidRecordError
 from middleware.records import (
     LogProbs,
@@ -298,3 +299,20 @@ def test_numpy_tokens_are_not_copied_into_lists() -> None:
     ids.setflags(write=False)
     made = entry(prompt_token_ids=TokenIds(ids))
     assert np.shares_memory(made.prompt_token_ids.array, ids)
+
+
+@pytest.mark.parametrize(
+    ("text", "looks_long"),
+    [
+        ("[-9223372036854775809]", True),
+        ("[18446744073709551616]", True),
+        ("1234567890123456789", True),
+        ("[999999999999999999, -0.0012345678901234567, 0.00000000001234567890123456789]", False),
+        ("[0.0012345678901234567, 12345678901234567890]", True),
+        ("[0.0012345678901234567e300]", False),
+    ],
+)
+def test_only_integers_beyond_64_bits_take_the_slow_reader(text: str, looks_long: bool) -> None:
+    """Log-probs have as many digits behind their point; integers are exact either way."""
+    assert may_hold_long_integer(text.encode()) is looks_long
+    assert repr(loads_exact(text)) == repr(json.loads(text))
