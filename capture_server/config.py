@@ -16,7 +16,7 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 from pydantic import Field, PrivateAttr, SecretStr, ValidationError, field_validator
 from pydantic_core import PydanticCustomError
@@ -36,6 +36,7 @@ from capture_server.seed_config import (
     token_id_capture_config,
     token_id_capture_enabled_for_agent,
 )
+from capture_server.store_urls import shown_url
 from middleware.errors import ConfigurationError
 
 __all__ = [
@@ -68,7 +69,6 @@ RELEASED_VALUES: Final[Mapping[str, tuple[Any, ...]]] = {
     "max_wait_s": (60.0,),
     "prefix_supply": ("off",),
     "replay_retries": (False,),
-    "workers": (1,),
 }
 
 
@@ -109,6 +109,9 @@ class Settings(BaseSettings):
         None, description="base URL of the engine; without it only control routes are served"
     )
     store: str = Field(default_factory=_default_store, description="store URL")
+    spill_dir: Path | None = Field(
+        None, description="local directory for what cannot reach the store; not on its disk"
+    )
     host: str = Field("127.0.0.1", min_length=1, description="address to bind")
     port: int = Field(8900, ge=0, le=65535, description="port to bind; 0 takes a free one")
     control_port: int | None = Field(
@@ -124,6 +127,9 @@ class Settings(BaseSettings):
     )
     bridge: Literal["auto", "always", "never"] = Field(
         "auto", description="serve responses and messages over the engine's chat route"
+    )
+    external_staging: Literal["off", "vllm_worker", "megatron_worker"] = Field(
+        "off", description="tokens stay with the framework's workers of this kind; we keep a ledger"
     )
     engine: Literal["auto", "vllm", "openai", "sglang", "llama_cpp", "nemo_rl"] = Field(
         "auto", description="how the engine is asked for token ids"
@@ -288,7 +294,7 @@ class Settings(BaseSettings):
     def effective(self) -> dict[str, Any]:
         """The settings as JSON values, secrets and URL passwords hidden."""
         shown = self.model_dump(mode="json")
-        shown["store"] = _without_password(self.store)
+        shown["store"] = shown_url(self.store)
         return shown
 
 
@@ -378,11 +384,3 @@ def _split_tokens(text: str) -> tuple[str, ...]:
     if any(re.fullmatch(r"[!-~]+", token) is None for token in tokens):
         raise _problem("a control token is made of visible ASCII characters")
     return tokens
-
-
-def _without_password(url: str) -> str:
-    parts = urlsplit(url)
-    if not parts.password:
-        return url
-    host = parts.netloc.rpartition("@")[2]
-    return urlunsplit(parts._replace(netloc=f"{parts.username}:**********@{host}"))

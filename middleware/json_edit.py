@@ -13,15 +13,33 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+import numpy as np
 import orjson
+
+from middleware.canonical import may_hold_long_integer
 
 _BOM: Final = b"\xef\xbb\xbf"
 _SPACE: Final = re.compile(rb"[ \t\r\n]*")
-_STRING: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_STRING_BODY: Final = rb'[^"\\]*(?:\\.[^"\\]*)*'
+_STRING: Final = re.compile(rb'"' + _STRING_BODY + rb'"', re.DOTALL)
 _SCALAR: Final = re.compile(rb"[^,\]}\s]+")
+# A key and what follows its colon: all of a string or scalar, nothing of a container.
+_MEMBER: Final = re.compile(
+    rb'[ \t\r\n]*("(' + _STRING_BODY + rb')")[ \t\r\n]*:[ \t\r\n]*'
+    rb'("' + _STRING_BODY + rb'"|[^\[{"\s][^,\]}\s]*|)',
+    re.DOTALL,
+)
+_FLAT: Final = re.compile(rb'[\[{][^\[\]{}"]*[\]}]')  # neither strings nor containers inside
 # Inside a skipped container only strings (which may hold brackets) and brackets matter.
-_DIGITS: Final = bytes(48 if 48 <= byte <= 57 else byte for byte in range(256))
-_STRUCTURE: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)
+_STRUCTURE: Final = re.compile(rb'"' + _STRING_BODY + rb'"|[\[\]{}]', re.DOTALL)
+_SMALL: Final = 64  # so many strings and brackets are matched one by one; then numpy takes over
+_FIRST_WINDOW: Final = 1 << 14
+_QUOTE: Final = 2
+_BLANKS: Final = (b" ", b"\n", b"\t", b"\r")
+_KINDS: Final = bytes(
+    {ord("["): 1, ord("{"): 1, ord("]"): 255, ord("}"): 255, ord('"'): _QUOTE}.get(byte, 0)
+    for byte in range(256)
+)
 
 Edit = Literal["drop", "null"]
 EditTree = Mapping[str, "Edit | EditTree"]
@@ -41,8 +59,7 @@ def loads(raw: bytes) -> Any:
         ValueError: no JSON, or not UTF-8.
     """
     raw = raw.removeprefix(_BOM)
-    # translate + find scan at memory speed; a regular expression would cost more than the parse.
-    if raw.translate(_DIGITS).find(b"0" * 19) < 0:
+    if not may_hold_long_integer(raw):
         try:
             return orjson.loads(raw)
         except orjson.JSONDecodeError:
@@ -108,104 +125,145 @@ def edit_members(raw: bytes, tree: EditTree) -> bytes:
     return b"".join(out)
 
 
-def _collect(raw: bytes, pos: int, tree: EditTree, edits: list[tuple[int, int, bytes]]) -> None:
-    """Append (start, stop, replacement) in text order for the value at ``pos``."""
-    if raw[pos : pos + 1] == b"[":
+def _collect(raw: bytes, pos: int, tree: EditTree, edits: list[tuple[int, int, bytes]]) -> int:
+    """Append (start, stop, replacement) in text order for the value at ``pos``; its end.
+
+    What is walked through for its edits is not skipped a second time to find its end.
+    """
+    first = raw[pos : pos + 1]
+    if first == b"[":
         below = tree.get("*")
         if isinstance(below, Mapping):
-            for start, _ in _elements(raw, pos):
-                _collect(raw, start, below, edits)
-        return
-    if raw[pos : pos + 1] != b"{":
-        return
+            return _collect_array(raw, pos, below, edits)
+    if first == b"{":
+        return _collect_object(raw, pos, tree, edits)
+    return _value_stop(raw, pos)
+
+
+def _collect_array(
+    raw: bytes, pos: int, below: EditTree, edits: list[tuple[int, int, bytes]]
+) -> int:
+    pos = _skip_space(raw, pos + 1)
+    while raw[pos : pos + 1] not in (b"]", b""):
+        pos = _skip_space(raw, _collect(raw, pos, below, edits))
+        if raw[pos : pos + 1] == b",":
+            pos = _skip_space(raw, pos + 1)
+    return pos + 1
+
+
+def _collect_object(
+    raw: bytes, pos: int, tree: EditTree, edits: list[tuple[int, int, bytes]]
+) -> int:
     previous_stop: int | None = None  # end of the last member that stays
+    opening, stop = pos, pos + 1
     run_start = pos + 1  # everything from here to the next kept member is dropped
-    for member in _members(raw, pos):
-        action = tree.get(member.key)
-        if action == "drop":
+    while (match := _MEMBER.match(raw, stop)) is not None:
+        start, value, stop = match.start(1), match.start(3), match.end()
+        action = tree.get(_key(match))
+        dropped = action == "drop"
+        if not dropped and previous_stop is None and start > run_start:
+            leading = raw[run_start:start]
+            if b"," in leading:
+                edits.append((run_start, start, b""))
+        if stop == value:  # a container
+            if isinstance(action, Mapping):
+                stop = _collect(raw, value, action, edits)
+            else:
+                stop = _value_stop(raw, value)
+        if dropped:
             # Remove the comma on the left; a first member takes the comma on its right instead.
             if previous_stop is not None:
-                edits.append((previous_stop, member.stop, b""))
-                previous_stop = member.stop
-            continue
-        if previous_stop is None and member.start > run_start:
-            leading = raw[run_start : member.start]
-            if b"," in leading:
-                edits.append((run_start, member.start, b""))
-        previous_stop = member.stop
-        if action == "null":
-            edits.append((member.value, member.stop, b"null"))
-        elif isinstance(action, Mapping):
-            _collect(raw, member.value, action, edits)
-    if previous_stop is None:
-        closing = _value_stop(raw, pos) - 1
-        if closing > pos + 1:
-            edits.append((pos + 1, closing, b""))
+                edits.append((previous_stop, stop, b""))
+                previous_stop = stop
+        else:
+            if action == "null":
+                edits.append((value, stop, b"null"))
+            previous_stop = stop
+        last = _skip_space(raw, stop)
+        if raw[last : last + 1] != b",":
+            break
+        stop = last + 1
+    closing = _skip_space(raw, stop)
+    if previous_stop is None and closing > opening + 1:
+        edits.append((opening + 1, closing, b""))
+    return closing + 1
 
 
 def _members(raw: bytes, pos: int) -> Iterator[_Member]:
     """The members of the object whose brace stands at ``pos``."""
-    pos = _skip_space(raw, pos + 1)
-    while raw[pos : pos + 1] == b'"':
-        start = pos
-        key_stop = _string_stop(raw, pos)
-        key = raw[start + 1 : key_stop - 1]
-        value = _skip_space(raw, _skip_space(raw, key_stop) + 1)
-        stop = _value_stop(raw, value)
-        name = (
-            key.decode("utf-8", "replace") if b"\\" not in key else json.loads(raw[start:key_stop])
-        )
-        yield _Member(name, start, value, stop)
+    stop = pos + 1
+    while (match := _MEMBER.match(raw, stop)) is not None:
+        value, stop = match.start(3), match.end()
+        if stop == value:  # a container
+            stop = _value_stop(raw, value)
+        yield _Member(_key(match), match.start(1), value, stop)
         pos = _skip_space(raw, stop)
         if raw[pos : pos + 1] != b",":
             return
-        pos = _skip_space(raw, pos + 1)
+        stop = pos + 1
 
 
-def _elements(raw: bytes, pos: int) -> Iterator[tuple[int, int]]:
-    """Start and stop of the elements of the array whose bracket stands at ``pos``."""
-    pos = _skip_space(raw, pos + 1)
-    while raw[pos : pos + 1] not in (b"]", b""):
-        stop = _value_stop(raw, pos)
-        yield pos, stop
-        pos = _skip_space(raw, stop)
-        if raw[pos : pos + 1] == b",":
-            pos = _skip_space(raw, pos + 1)
+def _key(match: re.Match[bytes]) -> str:
+    key = match[2]
+    name: str = key.decode("utf-8", "replace") if b"\\" not in key else json.loads(match[1])
+    return name
 
 
 def _value_stop(raw: bytes, pos: int) -> int:
     first = raw[pos : pos + 1]
-    if first == b'"':
-        return _string_stop(raw, pos)
     if first in (b"{", b"["):
-        depth = 0
-        for match in _STRUCTURE.finditer(raw, pos):
-            token = raw[match.start()]
-            if token in b"{[":
-                depth += 1
-            elif token in b"}]":
-                depth -= 1
-                if depth == 0:
-                    return match.end()
-        raise ValueError("unbalanced JSON text")
-    match_scalar = _SCALAR.match(raw, pos)
-    if match_scalar is None:
-        raise ValueError("JSON value expected")
-    return match_scalar.end()
-
-
-def _string_stop(raw: bytes, pos: int) -> int:
-    match = _STRING.match(raw, pos)
+        flat = _FLAT.match(raw, pos)
+        return flat.end() if flat is not None else _container_stop(raw, pos)
+    match = (_STRING if first == b'"' else _SCALAR).match(raw, pos)
     if match is None:
-        raise ValueError("unterminated JSON string")
+        raise ValueError("JSON value expected")
+    return match.end()
+
+
+def _container_stop(raw: bytes, pos: int) -> int:
+    depth = 0
+    for count, match in enumerate(_STRUCTURE.finditer(raw, pos)):
+        token = raw[match.start()]
+        if token in b"{[":
+            depth += 1
+        elif token in b"]}":
+            depth -= 1
+            if depth == 0:
+                return match.end()
+        if count == _SMALL:
+            return _large_container_stop(raw, pos)
+    raise ValueError("unbalanced JSON text")
+
+
+def _large_container_stop(raw: bytes, pos: int) -> int:
+    """As ``_container_stop``, in a few passes at memory speed over a growing window."""
+    size = _FIRST_WINDOW
+    while True:
+        text = raw[pos : pos + size]
+        # Escapes of one length with what they stand for; afterwards every quote ends or begins.
+        if b"\\" in text:
+            text = text.replace(b"\\\\", b"__").replace(b'\\"', b"__")
+        kinds = np.frombuffer(text.translate(_KINDS), np.int8)
+        places = np.flatnonzero(kinds)
+        steps = kinds[places]
+        quotes = steps == _QUOTE
+        in_string = np.logical_xor.accumulate(quotes)
+        steps = np.where(quotes | in_string, 0, steps)
+        closed = np.flatnonzero((np.cumsum(steps, dtype=np.int32) == 0) & (steps < 0))
+        if closed.size:
+            return pos + int(places[closed[0]]) + 1
+        if pos + size >= len(raw):
+            raise ValueError("unbalanced JSON text")
+        size *= 4
+
+
+def _skip_space(raw: bytes, pos: int) -> int:
+    if raw[pos : pos + 1] not in _BLANKS:
+        return pos
+    match = _SPACE.match(raw, pos)
+    assert match is not None  # the pattern matches the empty string
     return match.end()
 
 
 def _first_byte(raw: bytes) -> int:
     return _skip_space(raw, len(_BOM) if raw.startswith(_BOM) else 0)
-
-
-def _skip_space(raw: bytes, pos: int) -> int:
-    match = _SPACE.match(raw, pos)
-    assert match is not None  # the pattern matches the empty string
-    return match.end()

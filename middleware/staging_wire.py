@@ -33,6 +33,15 @@ def _only_floats(values: Any) -> Any:
     return values
 
 
+def _only_int(value: Any) -> Any:
+    # A literal takes whatever is equal: 2.0, and True for 1.
+    if type(value) is not int:
+        raise ValueError("must be an integer")
+    return value
+
+
+Version1 = Annotated[Literal[1], BeforeValidator(_only_int)]
+Version2 = Annotated[Literal[2], BeforeValidator(_only_int)]
 ExactFloat = Annotated[float, BeforeValidator(_only_float)]
 FloatList = Annotated[list[float], BeforeValidator(_only_floats)]
 
@@ -69,7 +78,7 @@ class CaptureAdmission(WireModel):
     extends.
     """
 
-    schema_version: Literal[2] = STAGING_SCHEMA_VERSION
+    schema_version: Version2 = STAGING_SCHEMA_VERSION
     rollout_id: Identifier
     model_call_id: Identifier
     parent_call_id: Identifier | None = None

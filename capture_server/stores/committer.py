@@ -24,6 +24,7 @@ from capture_server.stores.journal_file import JournalFile, LockHeldError
 from capture_server.stores.lanes import Lanes
 from capture_server.stores.operations import Operation
 from capture_server.stores.owed import OwedRecords
+from capture_server.stores.spill import SpillLog
 from capture_server.stores.statistics import StoreStatistics
 from middleware.errors import StoreClosedError, StoreError, StoreUnavailableError
 
@@ -41,15 +42,17 @@ class Committer:
         clock: Callable[[], float],
         max_threads: int,
         max_open_files: int | None,
+        spill: SpillLog | None = None,
     ) -> None:
         self.statistics = StoreStatistics()
         self.failure: str | None = None  # why the last write or sync failed; None: it did not
-        self.owed = OwedRecords(self._retry_owed)
+        self.owed = OwedRecords(self._retry_owed, spill)
         self._fs = fs
         self._clock = clock
         self._pid = os.getpid()
         self._lanes = Lanes(self._run, max_threads=max_threads)
         self._cache = JournalCache(root, self._make_journal, max_open=max_open_files)
+        self.owed.adopt()
 
     def _make_journal(self, path: Path, rollout_id: str) -> JournalFile:
         return JournalFile(

@@ -17,6 +17,7 @@ from capture_server.stores.journal import (
     Frozen,
     Incomplete,
     Intent,
+    LedgerRow,
     Note,
     Record,
     Retired,
@@ -28,6 +29,7 @@ from middleware.errors import (
     TokenCaptureFrozenError,
     TokenCaptureRetiredError,
 )
+from middleware.lineage.ledger import LedgerRows
 from middleware.records import TokenEntry
 
 
@@ -47,6 +49,9 @@ def decide_intent(fold: RolloutFold, intent: Intent) -> Decision:
     """Open a call, unless its id is taken or the rollout takes no calls any more."""
     if (refusal := _refused_after_fence(fold, "new calls")) is not None:
         return Decision(error=refusal)
+    known = fold.calls.get(intent.call)
+    if known is not None and known.attempt and known.attempt == intent.attempt:
+        return Decision()  # sent again after a lost answer: written before any fence
     if fold.closing:
         return Decision(
             error=TokenCaptureFrozenError(
@@ -102,6 +107,18 @@ def _conflict(fold: RolloutFold, call_id: str, at: float) -> Decision:
     )
 
 
+def decide_ledger_row(fold: RolloutFold, row: LedgerRow, at: float) -> Decision:
+    """Take in a row of external staging, once; a retired rollout discards it."""
+    if fold.retired is not None:
+        return Decision(late=True)
+    known = fold.ledger.committed.get(row.call) if fold.ledger is not None else None
+    if known is not None:
+        return Decision() if known.payload == row.payload else _conflict(fold, row.call, at)
+    if (refusal := _refused_after_fence(fold, "late rows")) is not None:
+        return Decision(error=refusal, late=True)
+    return Decision([(fold.ledger or LedgerRows(fold.rollout_id)).slim(row)])
+
+
 def decide_incomplete(fold: RolloutFold, mark: Incomplete) -> Decision:
     """Mark the rollout; works after freeze. A tombstone has nothing left to mask."""
     if fold.retired is not None:
@@ -146,6 +163,14 @@ def decide_retire(fold: RolloutFold, snapshot_id: str, version: int, at: float) 
     if ended is None or (ended.snapshot_id, fold.version) != (snapshot_id, version):
         return None
     return fold.retired or Retired(snapshot_id=snapshot_id, version=version, at=at)
+
+
+def decide_retire_now(fold: RolloutFold, at: float) -> Retired | None:
+    """The tombstone of a rollout in whatever state; None where it stands already."""
+    if fold.retired is not None:
+        return None
+    snapshot_id = fold.frozen.snapshot_id if fold.frozen is not None else ""
+    return Retired(snapshot_id=snapshot_id, version=fold.version, at=at)
 
 
 def require_frozen(fold: RolloutFold) -> Frozen:

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from capture_server.stores import housekeeping
 from capture_server.stores.committer import Committer
@@ -37,20 +37,23 @@ from capture_server.stores.decisions import (
     decide_note,
     decide_put,
     decide_retire,
+    decide_retire_now,
 )
 from capture_server.stores.filesystem import FileSystem
 from capture_server.stores.fold import (
     MARKED_INCOMPLETE,
     STORE_FAILURE,
+    RolloutFold,
     entry_record,
 )
 from capture_server.stores.holders import current_holder
-from capture_server.stores.journal import Cancel, Entry, Incomplete, Intent, Note
+from capture_server.stores.journal import Cancel, Entry, Incomplete, Intent, Note, Record
 from capture_server.stores.journal_file import JournalFile
 from capture_server.stores.operations import FileIntentTicket, Operation, Outcome
+from capture_server.stores.spill import SpillLog
 from capture_server.stores.statistics import StoreStatistics
 from capture_server.stores.views import FrozenView, StoredEntries, slim_packed
-from middleware.errors import InvalidInputError
+from middleware.errors import InvalidInputError, StoreUnavailableError
 from middleware.paths import validate_call_id, validate_rollout_id
 from middleware.protocols import CallIntent, RolloutStatus, TokenCaptureSnapshot
 from middleware.records import TokenEntry, payload_digest
@@ -61,11 +64,14 @@ logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S: Final = 30.0
 
+T = TypeVar("T")
+
 
 class TokenCaptureStore:
     """Durable records of tagged rollouts below ``root`` (created when first written to).
 
-    Safe to use from any thread and event loop. ``fs`` and ``clock`` are seams for tests.
+    Safe to use from any thread and event loop. ``spill`` keeps marks that the disk refuses (on
+    another disk, see ``spill``). ``fs`` and ``clock`` are seams for tests.
     """
 
     def __init__(
@@ -76,6 +82,7 @@ class TokenCaptureStore:
         clock: Callable[[], float] = time.time,
         max_threads: int = 8,
         max_open_files: int | None = None,
+        spill: SpillLog | None = None,
     ) -> None:
         self._root = Path(root).expanduser().absolute()
         self._fs = fs or FileSystem()
@@ -86,6 +93,7 @@ class TokenCaptureStore:
             clock=clock,
             max_threads=max_threads,
             max_open_files=max_open_files,
+            spill=spill,
         )
         self._housekeeper = housekeeping.Housekeeper(self._root, self._fs)
 
@@ -126,7 +134,8 @@ class TokenCaptureStore:
             at=at,
             request_digest=intent.request_digest,
             observed=intent.observed,
-            holder=current_holder(),
+            holder=intent.holder or current_holder(),
+            attempt=intent.attempt,
         )
 
         def step(journal: JournalFile) -> bool:
@@ -218,8 +227,10 @@ class TokenCaptureStore:
     ) -> None:
         """Durably mask the rollout. If the disk refuses, the mark is kept and retried.
 
+        Returns when it is on disk: in the journal, or else in the spill.
+
         Raises:
-            StoreUnavailableError: the mark is not on disk yet (see ``owed``).
+            StoreUnavailableError: it is kept in memory only (see ``owed``).
         """
         if model_call_id:
             validate_call_id(model_call_id)
@@ -229,7 +240,11 @@ class TokenCaptureStore:
         def step(journal: JournalFile) -> None:
             self._apply(journal, decide_incomplete(journal.fold, mark), model_call_id)
 
-        await self._done(rollout_id, Operation(step=step, creates=True, owed_unwritten=[mark]))
+        try:
+            await self._done(rollout_id, Operation(step=step, creates=True, owed_unwritten=[mark]))
+        except StoreUnavailableError:
+            if not self._committer.owed.is_safe(rollout_id, mark):
+                raise
 
     # --- freeze, read, retire ----------------------------------------------------------------
 
@@ -386,6 +401,42 @@ class TokenCaptureStore:
         """``close`` for callers without an event loop; blocks."""
         self._committer.close(_CLOSE_TIMEOUT_S)
         self._housekeeper.close()
+
+    # --- rules of others (``capture_server.staging.ledger``) ---------------------------------
+
+    async def apply_rule(
+        self,
+        rollout_id: str,
+        rule: Callable[[RolloutFold], Decision],
+        *,
+        call: str = "",
+        owed: Sequence[Record] = (),
+    ) -> None:
+        """Append what a pure rule decides on the current state; on disk when this returns.
+
+        ``owed`` is what the rollout must get later if the disk refuses.
+        """
+
+        def step(journal: JournalFile) -> None:
+            self._apply(journal, rule(journal.fold), call)
+
+        await self._done(rollout_id, Operation(step=step, creates=True, owed_unwritten=owed))
+
+    async def look(self, rollout_id: str, view: Callable[[RolloutFold], T]) -> T:
+        """What ``view`` makes of the current state; it must copy what it returns."""
+        operation = Operation(step=lambda j: view(j.fold), writes=False, syncs=False)
+        found: T = await self._done(rollout_id, operation)
+        return found
+
+    async def retire_now(self, rollout_id: str) -> None:
+        """Leave only a tombstone, whatever the state. Durable on return; idempotent."""
+
+        def step(journal: JournalFile) -> None:
+            tombstone = decide_retire_now(journal.fold, self._clock())
+            if tombstone is not None:
+                journal.retire(tombstone)
+
+        await self._done(rollout_id, Operation(step=step, creates=True))
 
     # --- plumbing ----------------------------------------------------------------------------
 

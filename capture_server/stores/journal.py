@@ -15,6 +15,7 @@ r"""The journal format: pure encoding, decoding and scanning of one rollout's ap
     cancel      nothing generated reached the client              open
     entry       a finished record (arrays packed), closes intent  open
     note        delivered / sink_ms of a stored record            (no state change)
+    ledger_row  a call whose tokens are staged elsewhere (spec 07), closes its intent   open
     incomplete  must be masked, and why                           any state but retired
     closing     no new intents; first half of a freeze            open
     frozen      the fence, with the snapshot's id                 frozen
@@ -43,6 +44,7 @@ from typing import Any, ClassVar, Final
 import orjson
 
 from middleware.errors import InvalidRecordError, UnsupportedSchemaError
+from middleware.lineage.ledger import StampedRow
 
 FORMAT_VERSION: Final = 1
 SUFFIX: Final = ".jsonl"
@@ -66,7 +68,10 @@ class Header:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Intent:
-    """``holder`` names the process that serves the call (see ``holders``)."""
+    """``holder`` names the process that serves the call (see ``holders``).
+
+    ``attempt`` names the request that wrote it, where it may come twice (``CallIntent``).
+    """
 
     TYPE: ClassVar[str] = "intent"
     call: str
@@ -74,6 +79,7 @@ class Intent:
     request_digest: str = ""
     observed: bool = True
     holder: str = ""
+    attempt: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +129,13 @@ class Entry:
     def at(self) -> float:
         """Unix time of dispatch; 0 = unknown."""
         return self.entry.get("created_at") or 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerRow(StampedRow):
+    """One committed call of external staging; see its base."""
+
+    TYPE: ClassVar[str] = "ledger_row"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,12 +196,13 @@ class Torn:
 
 
 Record = (
-    Header | Intent | Cancel | Entry | Note | Incomplete | Closing | Frozen | Retired | Torn
+    Header | Intent | Cancel | Entry | LedgerRow | Note | Incomplete | Closing | Frozen | Retired
+    | Torn
 )  # fmt: skip
 _TYPES: Final[dict[str, type[Record]]] = {
     cls.TYPE: cls
     for cls in (
-        Header, Intent, Cancel, Entry, Note, Incomplete, Closing, Frozen, Retired, Torn,
+        Header, Intent, Cancel, Entry, LedgerRow, Note, Incomplete, Closing, Frozen, Retired, Torn,
     )
 }  # fmt: skip
 
@@ -213,13 +227,22 @@ def encode(record: Record) -> bytes:
         value = getattr(record, f.name)
         if value != f.default:
             form[f.name] = value
+    return seal(form)
+
+
+def seal(form: dict[str, Any]) -> bytes:
+    """The line of one JSON object (key ``t`` first), newline and checksum included.
+
+    Raises:
+        InvalidRecordError: the content is not JSON at all.
+    """
     try:
         body = orjson.dumps(form)
     except orjson.JSONEncodeError:
         try:
             body = json.dumps({"j": 1, **form}, separators=(",", ":"), allow_nan=False).encode()
         except (TypeError, ValueError) as exc:
-            raise InvalidRecordError(f"a {record.TYPE} record cannot be written: {exc}") from exc
+            raise InvalidRecordError(f"a {form['t']} record cannot be written: {exc}") from exc
     covered = body[:-1]
     return b'%b,"crc":"%08x"}\n' % (covered, zlib.crc32(covered))
 
@@ -230,6 +253,12 @@ def decode(line: bytes) -> Record | None:
     Raises:
         UnsupportedSchemaError: an undamaged line that this version does not understand.
     """
+    form = unseal(line)
+    return None if form is None else _from_form(form)
+
+
+def unseal(line: bytes) -> dict[str, Any] | None:
+    """What ``seal`` was given, from its line (without the newline); None if it is damaged."""
     covered, tail = line[:-_CRC_LENGTH], line[-_CRC_LENGTH:]
     if not covered or tail != b',"crc":"%08x"}' % zlib.crc32(covered):
         return None
@@ -237,13 +266,15 @@ def decode(line: bytes) -> Record | None:
         form = json.loads(line) if line.startswith(_PYTHON_JSON) else orjson.loads(line)
     except ValueError:
         return None
-    return _from_form(form)
+    if not isinstance(form, dict):
+        return None
+    form.pop("crc", None)
+    form.pop("j", None)
+    return form
 
 
 def _from_form(form: dict[str, Any]) -> Record:
     kind = form.pop("t", None)
-    form.pop("crc", None)
-    form.pop("j", None)
     if kind == Header.TYPE and form.get("v") != FORMAT_VERSION:
         raise UnsupportedSchemaError(
             f"journal format version {form.get('v')!r} is not supported; this version reads and "

@@ -13,13 +13,15 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from capture_server.stores.file import TokenCaptureStore
 from capture_server.stores.filesystem import FileSystem
 from capture_server.stores.fold import with_notes
 from capture_server.stores.journal import (
     Entry,
     Header,
+    LedgerRow,
     Note,
     Record,
     Span,
@@ -30,8 +32,12 @@ from capture_server.stores.journal import (
 from capture_server.stores.memory import MemoryCaptureStore
 from middleware.errors import StoreUnavailableError
 from middleware.lineage import CursorReset, DeliveryNote, IncrementalLineageStore
+from middleware.lineage.ledger import StampedRow
 from middleware.paths import validate_rollout_id
 from middleware.records import TokenEntry, unpack_entry
+
+if TYPE_CHECKING:
+    from capture_server.staging.ledger import StoreLedger
 
 __all__ = ["FileLineageStore", "MemoryLineageStore"]
 
@@ -39,7 +45,7 @@ _HEADER_PROBE: Final = 1024  # bytes; a header line is shorter
 _LOCK_TIMEOUT_S: Final = 10.0
 
 T = TypeVar("T")
-Fetched = list[tuple[TokenEntry, Any] | DeliveryNote]
+Fetched = list[tuple[TokenEntry, Any] | DeliveryNote | StampedRow]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +61,8 @@ class _Cursor:
 class FileLineageStore(IncrementalLineageStore):
     """Resolver over the journals of a ``TokenCaptureStore`` with the same root.
 
-    Each look reads, under the rollout's lock, only what was appended since the last one.
+    Each look reads, under the rollout's lock, only what was appended since the last one. It is
+    also a ``CaptureLedger`` (external staging): the rows stand in the same journals.
     """
 
     def __init__(
@@ -71,6 +78,49 @@ class FileLineageStore(IncrementalLineageStore):
         )
         self._root = Path(root).expanduser().absolute()
         self._fs = fs or FileSystem()
+        self._ledger_store: TokenCaptureStore | None = None
+
+    # --- the ledger of external staging ------------------------------------------------------
+
+    async def record(self, commit: Any) -> None:
+        """Add a staged call's row; see ``StoreLedger``."""
+        await self._ledger().record(commit)
+
+    async def record_failure(self, rollout_id: str, model_call_id: str, reason: str) -> None:
+        """Add a call that did not commit; see ``StoreLedger``."""
+        await self._ledger().record_failure(rollout_id, model_call_id, reason)
+
+    async def manifest(self, rollout_id: str) -> dict[str, Any]:
+        """The token-free ledger in wire form; see ``StoreLedger``."""
+        return await self._ledger().manifest(rollout_id)
+
+    async def has_rows(self, rollout_id: str) -> bool:
+        """Whether any row, committed or failed, exists."""
+        return await self._ledger().has_rows(rollout_id)
+
+    async def retire(self, rollout_id: str) -> None:
+        """Drop the rows and discard later ones."""
+        await self._ledger().retire(rollout_id)
+
+    async def delete(self, rollout_id: str) -> None:
+        """Drop the rows and their fence."""
+        await self._ledger().delete(rollout_id)
+
+    def _ledger(self) -> StoreLedger:
+        # Here, not above: the ledger is made of this package's parts.
+        from capture_server.staging.ledger import StoreLedger
+
+        if self._ledger_store is None:
+            self._ledger_store = TokenCaptureStore(self._root, fs=self._fs)
+        return StoreLedger(self._ledger_store)
+
+    async def close(self) -> None:
+        """Forget what is cached, and finish what the ledger writes. Idempotent."""
+        await super().close()
+        if self._ledger_store is not None:
+            await self._ledger_store.close()
+
+    # --- hooks -------------------------------------------------------------------------------
 
     def _fetch_new_entries(self, rollout_id: str, cursor: Any) -> tuple[Fetched, Any]:
         """See the base class. A missing journal has no entries."""
@@ -165,7 +215,9 @@ def _fetched(spans: Iterator[Span], cursor: _Cursor) -> tuple[Fetched, _Cursor]:
 
 def _item(
     record: Record, ref: tuple[int, int], delivered: set[str]
-) -> tuple[TokenEntry, Any] | DeliveryNote | None:
+) -> tuple[TokenEntry, Any] | DeliveryNote | StampedRow | None:
+    if isinstance(record, LedgerRow):
+        return record
     if isinstance(record, Entry):
         entry = unpack_entry(dict(record.entry))
         if entry.delivered:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+from capture_server.store_urls import refuse_password_argument, shown_url
 from capture_server.stores.file import TokenCaptureStore
 from capture_server.stores.lineage import FileLineageStore, MemoryLineageStore
 from capture_server.stores.memory import MemoryCaptureStore
@@ -62,8 +63,9 @@ def open_store(url: str = DEFAULT_STORE_URL, *, spill_dir: Path | None = None) -
         return cast("CaptureStore", load_sink(url))
     if scheme:
         raise ConfigurationError(
-            f"store URL {url!r} is not understood; use file:///absolute/directory, a path, "
-            "postgresql://user@host/database, http://sidecar:8900, memory: or package.module:Class"
+            f"store URL {shown_url(url)!r} is not understood; use file:///absolute/directory, "
+            "a path, postgresql://user@host/database, http://sidecar:8900, memory: or "
+            "package.module:Class"
         )
     return _open_file_store(Path(url), spill_dir)
 
@@ -92,11 +94,8 @@ def migrate_store(*, given: str | None, configured: str) -> Sequence[Any]:
     url = given or configured
     if _scheme(url) not in _POSTGRES:
         raise ConfigurationError("only postgresql:// stores have tables to migrate; name one")
-    if given and (urlsplit(given).password or "password=" in urlsplit(given).query):
-        raise ConfigurationError(
-            "a password in an argument is visible to every user of this machine: set "
-            "TOKEN_CAPTURE_STORE to the URL, or PGPASSWORD or PGPASSFILE beside --store"
-        )
+    if given:
+        refuse_password_argument(given)
     with _driver_needed():
         from capture_server.stores.migrate import migrate
     return migrate(url)

@@ -1,0 +1,1 @@
+"""Where each engine's worker payloads hold prompt ids, generation and extras."""
