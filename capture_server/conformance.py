@@ -85,9 +85,12 @@ async def _run_check(kit: Kit, check: Check) -> None:
 
 async def _check_url(url: str) -> list[str]:
     store = open_store(url)
+    opened = [store]  # also those that only a resolver was made from
 
     def handles() -> CaptureStore:
-        return open_store(url) if store.is_process_shared() else store
+        if store.is_process_shared():
+            opened.append(open_store(url))
+        return opened[-1]
 
     passed = await run_conformance(
         handles, handles, lambda: open_resolver(url, handles()), rollout_id="conformance"
@@ -95,7 +98,8 @@ async def _check_url(url: str) -> list[str]:
     if store.is_process_shared():
         await _check_fresh_process(url)
         passed.append("fresh_process")
-    await store.close()
+    for handle in opened:
+        await handle.close()
     return passed
 
 

@@ -138,8 +138,9 @@ async def _hostile_ids(kit: Kit) -> None:
         entry = make_entry("r", "c")
         bad_rollout = entry.model_copy(update={"rollout_id": hostile})
         bad_call = make_entry(kit.rollout(), "c").model_copy(update={"model_call_id": hostile})
-        for attempt in (sink.put(bad_rollout), sink.put(bad_call), source.freeze(hostile)):
-            failed = await kit.refused(attempt, (InvalidIdError, ValueError))
+        attempts = ((sink.put, bad_rollout), (sink.put, bad_call), (source.freeze, hostile))
+        for attempt, argument in attempts:
+            failed = await kit.refused(attempt(argument), (InvalidIdError, ValueError))
             kit.require(failed, f"id {hostile!r} was accepted")
 
 

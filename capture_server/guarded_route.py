@@ -16,7 +16,7 @@ from starlette.types import Message, Receive
 
 from capture_server.auth import ControlGuard
 from middleware.errors import BodyTooLargeError, InvalidInputError, UnsupportedEncodingError
-from middleware.paths import validate_rollout_id
+from middleware.paths import validate_call_id, validate_rollout_id
 
 #: A verified response with its content is the largest thing that is sent here.
 MAX_CONTROL_BODY_BYTES: Final = 64 << 20
@@ -24,8 +24,13 @@ MAX_CONTROL_BODY_BYTES: Final = 64 << 20
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
-def guarded_route_class(guard: ControlGuard) -> type[APIRoute]:
-    """A route class whose requests pass ``guard`` before anything of them is read."""
+def guarded_route_class(
+    guard: ControlGuard, *, max_body_bytes: int | None = None
+) -> type[APIRoute]:
+    """A route class whose requests pass ``guard`` before anything of them is read.
+
+    ``max_body_bytes``: None is ``MAX_CONTROL_BODY_BYTES``.
+    """
 
     class GuardedRoute(APIRoute):
         def get_route_handler(self) -> Handler:
@@ -34,9 +39,12 @@ def guarded_route_class(guard: ControlGuard) -> type[APIRoute]:
             async def guarded(request: Request) -> Response:
                 if "rollout_id" in request.path_params:
                     validate_rollout_id(request.path_params["rollout_id"])
+                if "model_call_id" in request.path_params:
+                    validate_call_id(request.path_params["model_call_id"])
                 guard.check(request.scope)
                 if request.method in ("POST", "PUT", "PATCH"):
-                    request = await _with_json_body(request)
+                    limit = MAX_CONTROL_BODY_BYTES if max_body_bytes is None else max_body_bytes
+                    request = await _with_json_body(request, limit)
                 return await handler(request)
 
             return guarded
@@ -44,27 +52,25 @@ def guarded_route_class(guard: ControlGuard) -> type[APIRoute]:
     return GuardedRoute
 
 
-async def _with_json_body(request: Request) -> Request:
+async def _with_json_body(request: Request, max_body_bytes: int) -> Request:
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
         raise UnsupportedEncodingError(
             f"control routes take plain JSON, not content-encoding {encoding!r}"
         )
-    body = await _read(request)
+    body = await _read(request, max_body_bytes)
     headers = [(name, value) for name, value in request.scope["headers"] if name != b"content-type"]
     headers.append((b"content-type", b"application/json"))
     return Request({**request.scope, "headers": headers}, _replay(body, request.receive))
 
 
-async def _read(request: Request) -> bytes:
+async def _read(request: Request, max_body_bytes: int) -> bytes:
     body = bytearray()
     try:
         async for chunk in request.stream():
             body += chunk
-            if len(body) > MAX_CONTROL_BODY_BYTES:
-                raise BodyTooLargeError(
-                    f"control bodies are limited to {MAX_CONTROL_BODY_BYTES} bytes"
-                )
+            if len(body) > max_body_bytes:
+                raise BodyTooLargeError(f"control bodies are limited to {max_body_bytes} bytes")
     except ClientDisconnect as exc:
         raise InvalidInputError("the client left before its body was whole") from exc
     return bytes(body)

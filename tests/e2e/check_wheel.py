@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PIP = ["-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input"]
+PIP = ["-m", "pip", "-qq", "--disable-pip-version-check", "--no-input"]
 
 
 def run(*command: str | Path, cwd: Path) -> str:

@@ -292,7 +292,7 @@ TOOL = {
 async def until(condition: Callable[[], bool]) -> None:
     """Wait for something that happens in the server's thread."""
     async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110  # no event reaches across the threads
+        while not condition():  # no event reaches across the threads
             await asyncio.sleep(0.005)
 
 

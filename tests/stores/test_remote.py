@@ -29,6 +29,7 @@ from middleware.errors import (
     CallIdConflictError,
     ConfigurationError,
     InvalidIdError,
+    InvalidRecordError,
     NotFrozenError,
     StoreClosedError,
     StoreError,
@@ -238,6 +239,8 @@ async def test_errors_keep_their_class(far, entry, intent):
         await far.open_intent(intent("c3"))
     with pytest.raises(TokenCaptureRetiredError):
         await far.freeze("r1")
+    with pytest.raises(InvalidRecordError, match="no choice of call"):
+        await far.put_choices([entry("c9.x")], "c9")
     with pytest.raises(InvalidIdError):
         await far.put(entry("c1", rollout_id="../x"))
     with pytest.raises(InvalidIdError):

@@ -20,14 +20,30 @@ from middleware.errors import StoreError, StoreUnavailableError
 from middleware.records import canonical_bytes
 from tests.http.capture_rig import CHAT, HELLO
 from tests.http.upstream import chat, scripted_engine, whole
-from tests.stores.remote_rig import remote, sidecar
+from tests.stores.remote_rig import Sidecar, remote, sidecar
 
 
 @pytest.fixture(autouse=True)
 def short_deadlines(monkeypatch):
-    """Tests do not wait for a sidecar as long as engines do."""
-    monkeypatch.setattr("capture_server.stores.remote.BEFORE_DISPATCH_S", 0.3)
-    monkeypatch.setattr("capture_server.stores.remote.AFTER_DISPATCH_S", 0.3)
+    """Tests do not wait for a sidecar that they stopped; for one that runs on a busy machine they
+    do."""
+
+    def deadlines(seconds):
+        monkeypatch.setattr("capture_server.stores.remote.BEFORE_DISPATCH_S", seconds)
+        monkeypatch.setattr("capture_server.stores.remote.AFTER_DISPATCH_S", seconds)
+
+    start, stop = Sidecar.start, Sidecar.stop
+
+    async def started(made):
+        deadlines(20.0)
+        await start(made)
+
+    async def stopped(made):
+        await stop(made)
+        deadlines(0.3)
+
+    monkeypatch.setattr(Sidecar, "start", started)
+    monkeypatch.setattr(Sidecar, "stop", stopped)
     monkeypatch.setattr("capture_server.stores.remote_replay._LONGEST_WAIT_S", 0.2)
 
 
@@ -99,7 +115,9 @@ async def test_no_call_begins_without_the_sidecar(central, tmp_path, intent, spi
     assert spill_files() == []
 
 
-async def test_an_intent_of_unknown_fate_is_closed_later(central, tmp_path, intent, spill_files):
+async def test_an_intent_of_unknown_fate_is_closed_later(
+    central, tmp_path, intent, spill_files, monkeypatch
+):
     """It reached the sidecar, its answer did not reach us: the call that was refused must not
     dangle in the sidecar's store."""
     async with opened(central, tmp_path) as store:
@@ -108,6 +126,7 @@ async def test_an_intent_of_unknown_fate_is_closed_later(central, tmp_path, inte
         blackhole = socket.create_server(("127.0.0.1", 0))  # connects, and never answers
         port = blackhole.getsockname()[1]
         good, store._link.server = store._link.server, f"http://127.0.0.1:{port}"
+        monkeypatch.setattr("capture_server.stores.remote.BEFORE_DISPATCH_S", 0.3)
         with pytest.raises(StoreUnavailableError):
             await store.open_intent(intent("c1", attempt="t1"))
         assert len(spill_files()) == 1

@@ -279,7 +279,7 @@ def test_secrets_show_nowhere(tmp_path: Path) -> None:
     assert "sesame-1" not in shown
     assert "sesame-2" not in shown
     assert "sesame-4" not in shown
-    assert settings.effective()["store"] == "postgresql://user:**********@db/tc"
+    assert settings.effective()["store"] == "postgresql://user:***@db/tc"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,9 @@ def reader(n: int = 1) -> ChoicesReader:
     return ChatDialect().reader({"n": n}, engine_profile("vllm"))
 
 
-def piece(text: str = "", ids: list[int] | None = None, finish: str | None = None) -> dict[str, Any]:
+def piece(
+    text: str = "", ids: list[int] | None = None, finish: str | None = None
+) -> dict[str, Any]:
     choice: dict[str, Any] = {"index": 0, "delta": {"content": text}, "finish_reason": finish}
     if ids is not None:
         choice |= {"token_ids": ids, "logprobs": {"content": [{"logprob": -0.1}] * len(ids)}}
