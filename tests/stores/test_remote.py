@@ -262,8 +262,8 @@ async def test_a_wrong_token_says_what_to_set(tmp_path, entry, monkeypatch):
 
 async def test_a_full_disk_over_there_is_unavailable_here(tmp_path, entry, fs, monkeypatch):
     """The sidecar's 503 is tried again for a while, then told; health is red with its reason."""
-    monkeypatch.setattr("capture_server.stores.remote.AFTER_DISPATCH_S", 0.2)
-    monkeypatch.setattr("capture_server.stores.remote.BEFORE_DISPATCH_S", 0.2)
+    monkeypatch.setattr("capture_server.stores.remote.AFTER_DISPATCH_S", 1.0)
+    monkeypatch.setattr("capture_server.stores.remote.BEFORE_DISPATCH_S", 1.0)
     inner = TokenCaptureStore(tmp_path / "store", fs=fs)
     async with sidecar(inner) as made:
         store = remote(made, tmp_path / "spill")
