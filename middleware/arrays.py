@@ -14,8 +14,19 @@ import binascii
 import marshal
 import operator
 import struct
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, ClassVar, Final, Generic, Self, SupportsIndex, TypeVar, cast, overload
+from collections.abc import Iterator, Sequence
+from typing import (
+    Any,
+    ClassVar,
+    Final,
+    Generic,
+    Self,
+    SupportsIndex,
+    TypeGuard,
+    TypeVar,
+    cast,
+    overload,
+)
 
 import numpy as np
 import numpy.typing as npt
@@ -234,9 +245,7 @@ class TokenIds(_CompactSequence[int]):
             if values.typecode not in _NATIVE_INT_CODES:
                 raise InvalidRecordError(f"token ids in an array of type {values.typecode!r}")
             return _narrow(_ids_from_ndarray(np.array(values)))
-        if isinstance(values, (str, bytes, bytearray, memoryview)) or not isinstance(
-            values, Iterable
-        ):
+        if not _is_sequence_of_values(values):
             raise InvalidRecordError(f"token ids must be a list of integers, not {_kind(values)}")
         return _narrow(_ids_from_numbers(list(values)))
 
@@ -431,7 +440,7 @@ def _narrow(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def _floats_from_numbers(values: object) -> npt.NDArray[np.float64]:
-    if isinstance(values, (str, bytes, bytearray, memoryview)) or not isinstance(values, Iterable):
+    if not _is_sequence_of_values(values):
         raise InvalidRecordError(f"log-probs must be a list of floats, not {_kind(values)}")
     plain = _plain_floats(values)
     if plain is not None:
@@ -490,6 +499,13 @@ def _same(left: npt.NDArray[Any], right: npt.NDArray[Any]) -> bool:
 
 def _is_plain_sequence(value: object) -> bool:
     return isinstance(value, (_CompactSequence, list, tuple, np.ndarray, array.array))
+
+
+def _is_sequence_of_values(value: object) -> TypeGuard[Sequence[object]]:
+    """A set or a dict has no order to rely on, and a generator is gone after one look."""
+    return isinstance(value, Sequence) and not isinstance(
+        value, (str, bytes, bytearray, memoryview)
+    )
 
 
 def _kind(value: object) -> str:

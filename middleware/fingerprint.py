@@ -59,13 +59,16 @@ class _Call(NamedTuple):
 
 
 def is_model_authored(item: Mapping[str, Any]) -> bool:
-    """Whether the model wrote this item (role ``assistant``, or a call of whatever type)."""
+    """Whether the model wrote this item (role ``assistant``, or a call of whatever type).
+
+    What says that it is the system's or the developer's is not, of whatever type.
+    """
     role = item.get("role")
     if role == "assistant":
         return True
     kind = item.get("type")
     if kind == "function_call":
-        return True
+        return role not in SYSTEM_ROLES
     return not role and isinstance(kind, str) and kind.endswith("_call")
 
 
@@ -271,7 +274,7 @@ class HashedRequest:
             prefix = prefix.copy()
             prefixes.append(prefix)
             authored = is_model_authored(item)
-            if not authored and item.get("role") in SYSTEM_ROLES:
+            if item.get("role") in SYSTEM_ROLES:  # never model-authored
                 prefix.update(_role_field(item))
                 continue
             context, own = _framed(item)

@@ -18,6 +18,7 @@ import orjson
 from middleware.canonical import parse_json_text
 from middleware.errors import InvalidInputError
 from middleware.fingerprint import TEXT_BLOCKS, is_model_authored
+from middleware.prompt_shape import SYSTEM_ROLES
 
 __all__ = ["normalise_items"]
 
@@ -70,6 +71,8 @@ def _normalised(items: list[Item]) -> list[Item]:
         if normal is None:
             only_reasoning = only_reasoning or not _ends_in_turn(kept)
             continue
+        if normal is not item:  # another type may have made it the model's, or no longer so
+            authored = is_model_authored(normal)
         if only_reasoning and not authored:
             kept.append({"role": "assistant"})
         only_reasoning = False
@@ -92,15 +95,16 @@ def _normal_item(item: Item, authored: bool) -> Item | None:
                 return item
             if content:
                 return _with_integral_arguments(item)
-        if authored and not content and not isinstance(content, list) and item.get("tool_calls"):
+        if authored and (content is None or content == "") and item.get("tool_calls"):
             return _with_integral_arguments(_without_content(item))
     kind = item.get("type")
     clean, had_reasoning = _without_volatile(item, kind)
     if isinstance(kind, str) and kind not in _NAMED_TYPES:
         if kind in _CUSTOM_TYPES:
             clean = _as_function_item(clean, _CUSTOM_TYPES[kind])
+            authored = is_model_authored(clean)
         elif not _is_message(item):
-            return item if _is_wrapped(item, kind) else _as_foreign(clean, kind)
+            return _cleaned_wrapping(item, kind) if _is_wrapped(item, kind) else _wrapped(clean)
     clean, had_thinking = _with_normal_content(clean, authored)
     if authored:
         clean = _with_integral_arguments(clean)
@@ -143,7 +147,8 @@ def _clean_blocks(blocks: list[Any]) -> list[Any]:
 
 
 def _clean_block(block: Any) -> Any:
-    if not isinstance(block, dict):
+    # An object without type is no content block but data, of which every key counts.
+    if not isinstance(block, dict) or not isinstance(block.get("type"), str):
         return block
     if not _VOLATILE.isdisjoint(block):
         block = {key: value for key, value in block.items() if key not in _VOLATILE}
@@ -176,13 +181,18 @@ def _with_normal_content(item: Item, authored: bool) -> tuple[Item, bool]:
         normal = _single_text(normal)
     output = item.get("output")
     clean_output = _clean_blocks(output) if isinstance(output, list) else output
-    if item.get("tool_calls") and not normal:
+    if item.get("tool_calls") and _is_empty_text(normal):
         item = _without_content(item)
     elif normal is not content:
         item = {**item, "content": normal}
     if clean_output is not output:
         item = {**item, "output": clean_output}
     return item, had_thinking
+
+
+def _is_empty_text(content: Any) -> bool:
+    # Not merely false: 0 and {} are no texts at all, and are refused when hashed.
+    return content is None or content == "" or content == []
 
 
 def _without_content(item: Item) -> Item:
@@ -242,7 +252,7 @@ def _is_empty(item: Item) -> bool:
         return False
     if isinstance(content, list):
         return all(_text_of(block) == "" for block in content)
-    return not content
+    return _is_empty_text(content)
 
 
 # --- step 4: other typed items ---------------------------------------------------------------
@@ -258,11 +268,14 @@ def _as_function_item(item: Item, kind: str) -> Item:
 
 def _is_message(item: Item) -> bool:
     """Whether an item of another type is a message all the same."""
-    return bool(item.get("role")) and ("content" in item or bool(item.get("tool_calls")))
+    role = item.get("role")
+    if role in SYSTEM_ROLES:
+        return True
+    return bool(role) and ("content" in item or bool(item.get("tool_calls")))
 
 
 def _is_wrapped(item: Item, kind: str) -> bool:
-    """Whether this is what ``_as_foreign`` makes already."""
+    """Whether this is what ``_wrapped`` makes already."""
     content = item.get("content")
     return (
         item.keys() == {"type", "content"}
@@ -273,11 +286,17 @@ def _is_wrapped(item: Item, kind: str) -> bool:
     )
 
 
-def _as_foreign(item: Item, kind: str) -> Item:
+def _wrapped(item: Item) -> Item:
     content = item.get("content")
-    if isinstance(content, list):
-        item = {**item, "content": _clean_blocks(content)}
-    return {"type": kind, "content": [item]}
+    if isinstance(content, list) and (clean := _clean_blocks(content)) is not content:
+        item = {**item, "content": clean}
+    return {"type": item["type"], "content": [item]}
+
+
+def _cleaned_wrapping(item: Item, kind: str) -> Item:
+    block = item["content"][0]
+    again = _wrapped(_without_volatile(block, kind)[0])
+    return item if again["content"][0] is block else again
 
 
 # --- step 5: numbers in tool arguments -------------------------------------------------------

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from capture_server.trajectories.calls import Call
 from capture_server.trajectories.chains import Chain, ChainLink, chain_ids, chain_of
+from capture_server.trajectories.digests import contradicting
 from capture_server.trajectories.graph import LineageGraph, build_graph
 from capture_server.trajectories.projection import (
     assert_prefix_contiguity,
@@ -60,6 +61,8 @@ class BuildNotes:
     n_calls: int = 0  # different call ids
     # call id -> first index at which its prompt leaves the named parent's sequence
     drift: dict[str, int] = field(default_factory=dict)
+    # calls of the main chain whose tokens are not those of their own digest or cum_len
+    digest_mismatches: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -127,6 +130,9 @@ def merged_chains(graph: LineageGraph) -> BuildOutput:
         _ids(graph, lambda call: call.undecided),
     )
     main = out.main_chain
+    if main is not None:
+        found = contradicting(paths[names.index(main.chain_id)])
+        notes.digest_mismatches = sorted(call.call_id for call in found)
     _count_delivered(notes, main.generated_tokens if main is not None else 0)
     return out
 

@@ -27,6 +27,7 @@ from middleware.protocols import TokenCaptureSnapshot, TokenSource
 if TYPE_CHECKING:
     from capture_server.stores.file import TokenCaptureStore
 
+DIGEST_MISMATCH: Final = "recorded_digest_mismatch"
 NO_RECORDS: Final = "no model call of this rollout was captured"
 NO_CHAIN: Final = "no captured call can be put into a chain"
 FOREIGN_ENTRY: Final = "the snapshot holds records of another rollout"
@@ -49,9 +50,10 @@ def build_from_snapshot(
 
     Returns:
         ``rollout_id, builder, rebuilt_response, mask_sample, metrics, unresolved_retries,
-        unresolved_parent_calls, _capture_snapshot``, and ``error`` when nothing could be built
-        (``rebuilt_response`` is None then). A doubtful or failed build has ``mask_sample`` set;
-        it is not raised.
+        unresolved_parent_calls, _capture_snapshot``; ``error`` when nothing could be built
+        (``rebuilt_response`` is None then); and ``recorded_digest_mismatch``, call ids, when
+        records of the main chain contradict their own digest or length. A doubtful or failed
+        build has ``mask_sample`` set; it is not raised.
     """
     entries = snapshot.entries
     if not entries:
@@ -80,7 +82,7 @@ def build_from_snapshot(
     except (TokenCaptureError, ValueError) as error:
         return _failed(snapshot, builder, str(error), n_calls, attribution)
     declared = declared_response_id is not None
-    return {
+    built = {
         "rollout_id": snapshot.rollout_id,
         "builder": builder,
         "rebuilt_response": response,
@@ -90,12 +92,16 @@ def build_from_snapshot(
         "unresolved_parent_calls": out.notes.unresolved_parent_calls,
         "_capture_snapshot": _identity(snapshot),
     }
+    if out.notes.digest_mismatches:
+        # Beside the metrics: those have a fixed set of keys.
+        built[DIGEST_MISMATCH] = out.notes.digest_mismatches
+    return built
 
 
 def _is_certain(out: BuildOutput, attribution: TerminalAttribution, *, declared: bool) -> bool:
-    """Whether the main chain is known to be what the verifier scored."""
+    """Whether the main chain is what was recorded, and is known to be what was scored."""
     notes = out.notes
-    if not notes.generated_tokens_delivered:
+    if not notes.generated_tokens_delivered or notes.digest_mismatches:
         return False
     if attribution.attributed or declared:
         return notes.terminal_chain == "delivered"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from typing import Any, Final
 
-from capture_server.trajectories.consumer import trajectories_from_source
+from capture_server.trajectories.consumer import DIGEST_MISMATCH, trajectories_from_source
 from capture_server.trajectories.rollout_ids import rollout_id_of
 from middleware.errors import InvalidIdError
 from middleware.protocols import TokenSource
@@ -113,6 +113,8 @@ def _write_back(result: dict[str, Any], built: dict[str, Any]) -> None:
     metrics = dict(built["metrics"])
     if built.get("error"):
         metrics["error"] = built["error"]
+    if built.get(DIGEST_MISMATCH):
+        metrics[DIGEST_MISMATCH] = built[DIGEST_MISMATCH]
     rebuilt, response = built["rebuilt_response"], result.get("response")
     if rebuilt is not None and isinstance(response, dict):
         response["output"] = rebuilt["output"]

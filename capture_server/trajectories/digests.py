@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Final
@@ -42,6 +42,21 @@ def check_digests(
             run = stack.enter_context(ThreadPoolExecutor(threads, "digest")).map
         for path in _nested_paths(unchecked, before):
             _check_path(path, run)
+
+
+def contradicting(calls: Collection[Call]) -> set[Call]:
+    """The calls whose tokens are not those of their own recorded digest or ``cum_len``.
+
+    Parents are checked when a child is linked to them; nobody else checks the last call of a
+    chain. Absent stamps say nothing; a recorded length of 0 does.
+    """
+    check_digests(calls, lambda call: call.base or call.parent)
+    return {call for call in calls if call.digest_fits is False or not length_fits(call)}
+
+
+def length_fits(call: Call) -> bool:
+    """Whether the recorded ``cum_len``, if there is one, is the length of the sequence."""
+    return call.entry.cum_len is None or call.entry.cum_len == call.cum_len
 
 
 def _nested_paths(calls: set[Call], before: Callable[[Call], Call | None]) -> Iterable[list[Call]]:

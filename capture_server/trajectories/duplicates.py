@@ -6,7 +6,7 @@ copies that disagree prove that something is wrong with all of them, so none is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from capture_server.trajectories.calls import Call
 from middleware.records import TokenEntry, canonical_bytes, entry_to_json_bytes
@@ -20,11 +20,21 @@ def one_call_per_id(entries: Iterable[TokenEntry]) -> tuple[dict[str, Call], lis
     calls: dict[str, Call] = {}
     conflicts: list[str] = []
     for call_id, found in copies.items():
-        if any(not _same_tokens(found[0], other) for other in found[1:]):
+        if not copies_agree(found):
             conflicts.append(call_id)
         else:
             calls[call_id] = Call(_smallest(found), delivered=_delivered(found))
     return calls, conflicts
+
+
+def copies_agree(copies: Sequence[TokenEntry]) -> bool:
+    """Whether all copies of one call have the same tokens and log-probs, as far as they say."""
+    if len(copies) == 1:
+        return True
+    if any(not _same_stored(copies[0], other) for other in copies[1:]):
+        return False
+    # Equal suffixes are equal prompts only after equal prefixes, which the digests stand for.
+    return not copies[0].prompt_is_delta or len({c.digest for c in copies if c.digest}) <= 1
 
 
 def _smallest(copies: list[TokenEntry]) -> TokenEntry:
@@ -39,14 +49,10 @@ def _delivered(copies: list[TokenEntry]) -> bool | None:
     return any(known) if known else None
 
 
-def _same_tokens(one: TokenEntry, other: TokenEntry) -> bool:
-    if one.prompt_is_delta != other.prompt_is_delta:
-        return False
-    # Equal suffixes are equal prompts only after equal prefixes, which the digests stand for.
-    if one.prompt_is_delta and one.digest and other.digest and one.digest != other.digest:
-        return False
+def _same_stored(one: TokenEntry, other: TokenEntry) -> bool:
     return (
-        one.prompt_token_ids == other.prompt_token_ids
+        one.prompt_is_delta == other.prompt_is_delta
+        and one.prompt_token_ids == other.prompt_token_ids
         and one.generation_token_ids == other.generation_token_ids
         and one.generation_log_probs == other.generation_log_probs
     )

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Final
 
 from capture_server.trajectories.calls import Call, linked_id
-from capture_server.trajectories.digests import check_digests
+from capture_server.trajectories.digests import check_digests, length_fits
 from capture_server.trajectories.prefix_index import PrefixIndex, prompt_only, whole_sequence
 from middleware.records import ParentResolutionStatus
 
@@ -70,11 +70,11 @@ def _follow(
         seen.add(named)
         named = linked_id(empty[named].entry) or ""
     parent = calls.get(named)
-    if parent is None or parent is call:
+    if parent is None:
         call.failure = PARENT_MISSING
         return
     if _extends(call, parent):
-        if parent.entry.cum_len and parent.entry.cum_len != parent.cum_len:
+        if not length_fits(parent):
             call.failure = PARENT_MISMATCH
             return
         call.parent = parent

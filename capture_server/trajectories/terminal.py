@@ -11,7 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from capture_server.trajectories.witnesses import Candidate, ContentMatch, match_content, one_of
+from capture_server.trajectories.witnesses import (
+    Candidate,
+    ContentMatch,
+    candidates_of,
+    match_content,
+    one_of,
+)
 
 __all__ = ["TerminalAttribution", "resolve_terminal"]
 
@@ -45,7 +51,7 @@ def resolve_terminal(
     response id that the harness says it kept (unknown: nothing is attributed). Entries may be
     objects or mappings; their order has no influence. Never raises.
     """
-    candidates = [Candidate(entry) for entry in entries]
+    candidates = candidates_of(entries)
     reasons: list[str] = []
     witnesses: list[tuple[str, Candidate]] = []
     if explicit_call_id is not None:
@@ -55,7 +61,7 @@ def resolve_terminal(
         else:
             reasons.append("explicit_terminal_not_captured")
     if declared_response_id is not None:
-        named = [c for c in candidates if c.response_id == declared_response_id]
+        named = [c for c in candidates if c.has_response_id(declared_response_id)]
         declared = one_of(named)
         if declared is None:
             reasons.append("declared_ambiguous" if named else "declared_terminal_not_captured")
@@ -76,7 +82,7 @@ def _ask_response_id(
     reasons: list[str],
 ) -> None:
     response_id = str(response.get("id") or "")
-    named = [c for c in candidates if response_id and c.response_id == response_id]
+    named = [c for c in candidates if c.has_response_id(response_id)]
     found = one_of(named)
     if found is not None:
         witnesses.append(("response_id", found))

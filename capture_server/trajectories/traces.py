@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 from capture_server.trajectories.builder import BuildOutput, merged_chains, single_chains
 from capture_server.trajectories.calls import Call
 from capture_server.trajectories.chains import chain_ids
-from capture_server.trajectories.digests import check_digests
+from capture_server.trajectories.digests import contradicting
 from capture_server.trajectories.graph import LineageGraph, build_graph
 from capture_server.trajectories.rows import CallSpan, RolloutTraces, RowDraft, TraceRow, make_row
 from capture_server.trajectories.soundness import require_entries
@@ -91,7 +91,8 @@ def build_traces(
         mask_sample=incomplete or all(row.mask_sample for row in rows),
         rows=rows,
         main_row=main_row,
-        metrics=_metrics(graph, out, attribution, incomplete, rows, main_row),
+        metrics=_metrics(graph, out, attribution, incomplete, rows, main_row)
+        | {"fragments": fragments},
         snapshot_id=snapshot.snapshot_id if snapshot is not None else None,
         version=snapshot.version if snapshot is not None else None,
     )
@@ -142,20 +143,11 @@ def _draft_rows(graph: LineageGraph, doubts: list[str]) -> list[RowDraft]:
 
 
 def _doubt_digests(drafts: list[RowDraft]) -> None:
-    """A record that contradicts its own digest or length is no ground for training.
-
-    Parents were checked by their children; this is for the last call of each row.
-    """
-    calls = {call for draft in drafts for call in draft.contained}
-    check_digests(calls, lambda call: call.base or call.parent)
+    """A record that contradicts its own digest or length is no ground for training."""
+    wrong = contradicting({call for draft in drafts for call in draft.contained})
     for draft in drafts:
-        if any(_contradicts_itself(call) for call in draft.contained):
+        if not wrong.isdisjoint(draft.contained):
             draft.doubts.append(DIGEST_MISMATCH)
-
-
-def _contradicts_itself(call: Call) -> bool:
-    recorded = call.entry.cum_len
-    return call.digest_fits is False or bool(recorded and recorded != call.cum_len)
 
 
 def _main_draft(

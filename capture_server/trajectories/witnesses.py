@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from capture_server.trajectories.duplicates import copies_agree
 from middleware.fingerprint import FINGERPRINT_VERSION, assistant_fingerprint, is_model_authored
 from middleware.normalise import normalise_items
 from middleware.records import TokenEntry, compute_digest, cumulative_tokens
@@ -20,64 +21,123 @@ Item = dict[str, Any]
 _TEXT_KEYS: Final = ("text", "content", "refusal")
 
 
-class Candidate:
-    """What attribution reads of one entry or ledger row; what costs is computed when asked."""
+class _Copy:
+    """What attribution reads of one entry or ledger row."""
 
-    __slots__ = ("_entry", "_sequence", "call_id", "delivered", "response_id")
+    __slots__ = ("_entry",)
 
     def __init__(self, entry: Any) -> None:
         self._entry = entry
-        self._sequence: tuple[str, Any] | None = None
-        self.call_id: str = self._get("model_call_id")
-        self.response_id: str | None = self._get("response_id") or None
-        self.delivered: bool | None = self._get("delivered")
 
-    def _get(self, name: str) -> Any:
+    def get(self, name: str) -> Any:
         if isinstance(self._entry, Mapping):
             return self._entry.get(name)
         return getattr(self._entry, name, None)
 
     @property
+    def entry(self) -> Any:
+        """The entry itself."""
+        return self._entry
+
+    @property
     def is_ledger_row(self) -> bool:
         """Whether tokens and content are elsewhere, so that recorded fingerprints must do."""
-        return bool(self._get("cumulative_hash"))
+        return bool(self.get("cumulative_hash"))
 
     @property
     def hashes_like_us(self) -> bool:
         """Whether its recorded fingerprints are of our version (no stamp counts as ours)."""
-        return (self._get("fingerprint_version") or FINGERPRINT_VERSION) == FINGERPRINT_VERSION
+        return (self.get("fingerprint_version") or FINGERPRINT_VERSION) == FINGERPRINT_VERSION
 
     @property
     def continuation(self) -> str:
         """The recorded fingerprint of the conversation up to and with its answer, or ""."""
-        return (self._get("continuation_fingerprint") or "") if self.hashes_like_us else ""
+        return (self.get("continuation_fingerprint") or "") if self.hashes_like_us else ""
 
     def output(self, spelling: Spelling) -> str:
         """The fingerprint of its own answer, "" if it has none."""
         if self.is_ledger_row:
-            return (self._get("output_fingerprint") or "") if self.hashes_like_us else ""
+            return (self.get("output_fingerprint") or "") if self.hashes_like_us else ""
         try:
-            return spelling(self._get("output_items") or [])
+            return spelling(self.get("output_items") or [])
         except ValueError:  # an answer that cannot be hashed matches nothing
             return ""
 
+    def sequence(self) -> tuple[str, Any] | None:
+        """Equal for identical full token sequences; None if it does not say."""
+        if self.is_ledger_row:
+            return ("ledger", (self.get("cum_len"), self.get("cumulative_hash")))
+        if isinstance(self._entry, TokenEntry) and not self._entry.prompt_is_delta:
+            return ("tokens", compute_digest(cumulative_tokens(self._entry)))
+        digest = self.get("digest")
+        return ("tokens", digest) if digest else None
+
+
+class Candidate:
+    """All copies of one call; what costs is computed when asked.
+
+    Whatever is read of it is the same in every order of the copies.
+    """
+
+    __slots__ = ("_copies", "_sequence", "call_id")
+
+    def __init__(self, call_id: str, entries: Iterable[Any]) -> None:
+        self.call_id = call_id
+        self._copies = [_Copy(entry) for entry in entries]
+        self._sequence: tuple[str, Any] | None = None
+
+    def has_response_id(self, response_id: str) -> bool:
+        """Whether this (not empty) response id was recorded for the call."""
+        return bool(response_id) and any(c.get("response_id") == response_id for c in self._copies)
+
+    @property
+    def delivered(self) -> bool | None:
+        """True if any copy's is, else False if any is, else None."""
+        notes = [copy.get("delivered") for copy in self._copies]
+        return True if True in notes else False if False in notes else None
+
+    @property
+    def is_ledger_row(self) -> bool:
+        """Whether it is known from a ledger, by fingerprints only."""
+        return any(copy.is_ledger_row for copy in self._copies)
+
+    @property
+    def continuations(self) -> set[str]:
+        """The recorded fingerprints of the conversation up to and with its answer."""
+        return {copy.continuation for copy in self._copies} - {""}
+
+    def outputs(self, spelling: Spelling) -> set[str]:
+        """The fingerprints of its own answer."""
+        return {copy.output(spelling) for copy in self._copies} - {""}
+
     def sequence(self) -> tuple[str, Any]:
-        """Equal for calls with identical full token sequences."""
+        """Equal for calls with identical full token sequences.
+
+        Of a call whose copies contradict each other nothing is known: it equals no other.
+        """
         if self._sequence is None:
             self._sequence = self._sequence_key()
         return self._sequence
 
     def _sequence_key(self) -> tuple[str, Any]:
-        if self.is_ledger_row:
-            return ("ledger", (self._get("cum_len"), self._get("cumulative_hash")))
-        if isinstance(self._entry, TokenEntry) and not self._entry.prompt_is_delta:
-            return ("tokens", compute_digest(cumulative_tokens(self._entry)))
-        digest = self._get("digest")
-        return ("tokens", digest) if digest else ("call", self.call_id)
+        entries = [copy.entry for copy in self._copies if isinstance(copy.entry, TokenEntry)]
+        found = {copy.sequence() for copy in self._copies} - {None}
+        known = found.pop() if found else None
+        if known is None or found or (entries and not copies_agree(entries)):
+            return ("call", self.call_id)
+        return known
 
     def is_same_sequence(self, other: Candidate) -> bool:
         """Whether both are the same call, or indistinguishable by tokens."""
         return self.call_id == other.call_id or self.sequence() == other.sequence()
+
+
+def candidates_of(entries: Iterable[Any]) -> list[Candidate]:
+    """One candidate per call id, whatever the number and order of its copies."""
+    copies: dict[str, list[Any]] = {}
+    for entry in entries:
+        copies.setdefault(_Copy(entry).get("model_call_id"), []).append(entry)
+    return [Candidate(call_id, found) for call_id, found in copies.items()]
 
 
 def distinct(candidates: Iterable[Candidate]) -> list[Candidate]:
@@ -138,8 +198,8 @@ def _pool(
     # Writers that do not normalise stamped the conversation as it is.
     conversations = {whole, _as_served(items)} - {""}
     answers = {whole, spelling(_last_turn(items))} - {""}
-    hits = [(c, True) for c in candidates if c.continuation in conversations]
-    hits += [(c, False) for c in candidates if c.output(spelling) in answers]
+    hits = [(c, True) for c in candidates if not c.continuations.isdisjoint(conversations)]
+    hits += [(c, False) for c in candidates if not c.outputs(spelling).isdisjoint(answers)]
     return hits
 
 

@@ -7,8 +7,9 @@ tokens and log-probs, behind exactly the recorded prompts. Pure.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,9 @@ from capture_server.verify.entries import RecordedCalls
 from capture_server.verify.findings import Violation
 from middleware.protocols import TokenCaptureSnapshot
 from middleware.records import NO_LOG_PROB_SENTINEL, TokenIds
+
+# The harness named a response, and no call could be attributed to it (see ``terminal``).
+_DECLARED_UNMATCHED: Final = re.compile(r"(?:^|,)declared_|[\[;]declared=")
 
 
 def check_rows(traces: RolloutTraces) -> Iterator[Violation]:
@@ -150,14 +154,27 @@ def check_rows_against(
 
 
 def _check_choice(traces: RolloutTraces, snapshot: TokenCaptureSnapshot) -> Iterator[Violation]:
-    """No row trains a call that a build of the snapshot masks or leaves out."""
+    """What is trained, left out and called main is what a build of the snapshot says."""
     if traces.builder not in BUILDERS:
         message = f"unknown builder {traces.builder!r}"
         yield Violation(code="builder_unknown", message=message, rollout_id=traces.rollout_id)
         return
-    attribution = traces.metrics.get("terminal_attribution")
-    terminal = attribution.get("call_id") if isinstance(attribution, dict) else None
-    rebuilt = build_traces(snapshot, builder=traces.builder, explicit_terminal_call_id=terminal)
+    given = traces.metrics.get("terminal_attribution")
+    attribution = given if isinstance(given, dict) else {}
+    terminal = attribution.get("call_id")
+    rebuilt = build_traces(
+        snapshot,
+        builder=traces.builder,
+        fragments="exclude" if traces.metrics.get("fragments") == "exclude" else "include",
+        explicit_terminal_call_id=terminal,
+    )
+    unmatched = terminal is None and bool(
+        _DECLARED_UNMATCHED.search(str(attribution.get("reason") or ""))
+    )
+    if unmatched and not all(row.mask_sample for row in traces.rows):
+        message = "the declared response matches no call, but not all rows are masked"
+        yield Violation(code="declared_not_masked", message=message, rollout_id=traces.rollout_id)
+    yield from _check_main(traces, None if unmatched else _main_call(rebuilt))
     trainable = _trained_calls(rebuilt)
     for row in traces.rows:
         for span in row.call_spans:
@@ -166,6 +183,29 @@ def _check_choice(traces: RolloutTraces, snapshot: TokenCaptureSnapshot) -> Iter
                 yield _at(
                     traces, row, "call_not_trainable", message, span.model_call_id, span.start
                 )
+
+    standing = {span.model_call_id for row in traces.rows for span in row.call_spans}
+    for call_id in sorted(trainable - standing):
+        message = "a build of the snapshot trains this call, no row shows it"
+        yield Violation(
+            code="call_left_out", message=message, rollout_id=traces.rollout_id, call_id=call_id
+        )
+
+
+def _check_main(traces: RolloutTraces, expected: str | None) -> Iterator[Violation]:
+    """The main row ends at the attributed call, or is the only chain's, or there is none."""
+    found = _main_call(traces)
+    if found != expected:
+        message = f"the main row ends at call {found!r}, by the entries it is {expected!r}"
+        yield Violation(code="main_row_mismatch", message=message, rollout_id=traces.rollout_id)
+
+
+def _main_call(traces: RolloutTraces) -> str | None:
+    """The last call of the main row; None without one."""
+    if traces.main_row is None or not 0 <= traces.main_row < len(traces.rows):
+        return None
+    spans = traces.rows[traces.main_row].call_spans
+    return spans[-1].model_call_id if spans else None
 
 
 def _trained_calls(traces: RolloutTraces) -> set[str]:

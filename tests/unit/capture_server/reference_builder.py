@@ -126,9 +126,11 @@ def _deduplicate(entries: list[TokenEntry], out: Reference) -> dict[str, Ref]:
                 or first.prompt_token_ids.tolist() != other.prompt_token_ids.tolist()
                 or first.generation_token_ids.tolist() != other.generation_token_ids.tolist()
                 or first.generation_log_probs.tolist() != other.generation_log_probs.tolist()
-                or (first.prompt_is_delta and first.digest != other.digest)
             ):
                 out.lost[call_id] = "duplicate_call_id_conflict"
+        digests = {copy.digest for copy in copies if copy.digest}
+        if first.prompt_is_delta and len(digests) > 1:
+            out.lost[call_id] = "duplicate_call_id_conflict"
         if call_id not in out.lost:
             notes = {c.delivered for c in copies}
             delivered = True if True in notes else False if False in notes else None
@@ -189,7 +191,7 @@ def _find_parent(call: Ref, calls: dict[str, Ref], out: Reference, decided: bool
     elif (
         not is_prefix(parent.cum, call.prompt or [])
         or not own_digest_fits(parent)
-        or (parent.entry.cum_len and parent.entry.cum_len != len(parent.cum))
+        or parent.entry.cum_len not in (None, len(parent.cum))
     ):
         call.failure = "parent_digest_mismatch"
     else:
@@ -378,8 +380,7 @@ def shown_rows(
             held.append(call)
         cut = len(held) < len(path)
         doubtful = any(
-            not own_digest_fits(c) or (c.entry.cum_len and c.entry.cum_len != len(c.cum))
-            for c in held
+            not own_digest_fits(c) or c.entry.cum_len not in (None, len(c.cum)) for c in held
         )
         masked = all_masked or (cut and scored is None) or doubtful
         is_scored = scored is not None and at == 0

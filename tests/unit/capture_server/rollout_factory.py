@@ -65,9 +65,11 @@ _step: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
         "of": st.integers(0, 30),
         "more": _tokens,
         "generated": st.sampled_from([[1], [2], [1, 2], [0, 1, 2], [1], [2], []]),
-        "status": st.sampled_from(["true"] * 8 + ["unresolved", "first", "none", "bare", "lost"]),
+        "status": st.sampled_from(
+            ["true"] * 8 + ["unresolved", "first", "none", "bare", "lost", "self"]
+        ),
         "delta": st.booleans(),
-        "digest": st.sampled_from(["right"] * 9 + ["wrong", "absent", "length"]),
+        "digest": st.sampled_from(["right"] * 9 + ["wrong", "absent", "length", "zero"]),
         "delivered": st.sampled_from([None, None, None, True, False]),
         "finish": st.sampled_from(["stop", "stop", "stop", None, "abort"]),
         "time": st.integers(0, 6),
@@ -75,7 +77,9 @@ _step: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
         "body": st.sampled_from([None, None, None, "b1", "b2"]),
         "suffix": st.sampled_from(["", "", ".0", ".1"]),
         "dialect": st.sampled_from(["chat", "chat", "completions"]),
-        "copy": st.sampled_from(["no"] * 8 + ["same", "later", "other"]),
+        "copy": st.sampled_from(
+            ["no"] * 8 + ["same", "later", "other", "tokens", "bare", "digest"]
+        ),
         "dropped": st.sampled_from([False] * 9 + [True]),
     }
 )
@@ -95,7 +99,7 @@ def rollouts(draw: st.DrawFn) -> tuple[list[TokenEntry], str | None]:
             continue
         entries.append(one.entry)
         if step["copy"] != "no":
-            entries.append(_copy(one.entry, step["copy"]))
+            entries += _copies(one.entry, step["copy"])
     ids = [e.model_call_id for e in entries]
     terminal = draw(st.sampled_from([None, None, "gone", *ids]))
     return draw(st.permutations(entries)), terminal
@@ -120,7 +124,10 @@ def _make(at: int, step: dict[str, Any], made: list[_Made], undecided_writer: bo
         fields.setdefault("parent_call_id", None)
     if fields.pop("no_decision", False):
         fields["parent_resolution"] = None
-    entry = call(f"c{at}{step['suffix']}", prompt, step["generated"], parent, **fields)
+    call_id = f"c{at}{step['suffix']}"
+    if step["status"] == "self" and fields.get("parent_resolution") is None and parent is not None:
+        fields["parent_call_id"] = call_id
+    entry = call(call_id, prompt, step["generated"], parent, **fields)
     resolved = entry.parent_resolution is ParentResolutionStatus.RESOLVED
     if step["delta"] and resolved and before is not None and step["shape"] == "child":
         entry = delta(entry, len(before.cum))
@@ -145,6 +152,8 @@ def _fields(
         fields |= {"digest": None, "cum_len": None}
     elif step["digest"] == "length":
         fields["cum_len"] = len(whole) + 1
+    elif step["digest"] == "zero":
+        fields["cum_len"] = 0
     status = step["status"]
     if undecided_writer:
         fields |= {"no_decision": True, "parent_call_id": None}
@@ -159,6 +168,19 @@ def _fields(
     elif status == "lost" and parent is not None:
         fields["parent_call_id"] = "lost"
     return fields
+
+
+def _copies(entry: TokenEntry, how: str) -> list[TokenEntry]:
+    """Further records of the same call: agreeing, saying less, or contradicting it."""
+    bare = entry.model_copy(update={"digest": None})
+    if how == "bare":
+        return [bare]
+    if how == "digest":
+        return [bare, entry.model_copy(update={"digest": compute_digest([6])})]
+    if how == "tokens":
+        other = entry.prompt_token_ids + TokenIds([4])
+        return [entry.model_copy(update={"prompt_token_ids": other})]
+    return [_copy(entry, how)]
 
 
 def _copy(entry: TokenEntry, how: str) -> TokenEntry:

@@ -189,7 +189,8 @@ def test_cycles_and_missing_parents_start_fragments() -> None:
     orphan = call("orphan", [10], [11], "nobody")
     traces = build_traces(snapshot([a, b, own, full, orphan]))
     assert traces.metrics["parent_link_failures"] == {
-        "delta_chain_unreconstructable": 3, "parent_call_id_missing": 2,
+        "delta_chain_unreconstructable": 3, "parent_call_id_missing": 1,
+        "parent_digest_mismatch": 1,
     }  # fmt: skip
     assert [row.model_call_ids for row in traces.rows] == [["full"], ["orphan"]]
 

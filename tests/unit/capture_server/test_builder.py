@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -524,3 +525,37 @@ def test_chain_with_uneven_log_probs_does_not_validate() -> None:
     entry.__dict__["generation_log_probs"] = LogProbs([-1.0])
     with pytest.raises(InvalidRecordError, match="2 generated tokens but 1 log-probs"):
         Chain("main", [ChainLink(entry, TokenIds(()))], entry.prompt_token_ids).validate()
+
+
+# --- copies and self-links -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("as_delta", [False, True])
+def test_copies_of_a_delta_agree_only_if_all_their_digests_do(as_delta: bool) -> None:
+    """One without a digest does not hide that two others contradict each other."""
+    a = call("a", [1], [2])
+    b = call("b", [1, 2, 3], [4], a)
+    b = delta(b, 2) if as_delta else b
+    bare, wrong = changed(b, digest=None), changed(b, digest=compute_digest([9]))
+    for copies in itertools.permutations([b, bare, wrong]):
+        failures = prefix_merging([a, *copies]).notes.parent_link_failures
+        assert failures == ({"duplicate_call_id_conflict": 1} if as_delta else {})
+    for copies in itertools.permutations([b, bare, b]):
+        failures = prefix_merging([a, *copies]).notes.parent_link_failures
+        assert "duplicate_call_id_conflict" not in failures
+
+
+def test_a_call_that_names_itself_is_a_mismatch() -> None:
+    """Its parent is in the snapshot, and no prompt starts with its own answer."""
+    out = prefix_merging([call("a", [1], [2], "a")])
+    assert out.notes.parent_link_failures == {"parent_digest_mismatch": 1}
+    assert paths(out) == {"main": ["a"]}
+
+
+def test_a_recorded_length_of_zero_is_a_length() -> None:
+    """A parent that says so is not crossed."""
+    a = call("a", [1], [2], cum_len=0)
+    b = call("b", [1, 2, 3], [4], a)
+    out = prefix_merging([a, b])
+    assert out.notes.parent_link_failures == {"parent_digest_mismatch": 1}
+    assert prefix_merging([a]).notes.digest_mismatches == ["a"]

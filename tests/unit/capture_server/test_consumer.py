@@ -15,11 +15,12 @@ from capture_server.trajectories.consumer import (
     trajectories_for_rollout,
     trajectories_from_source,
 )
+from capture_server.trajectories.delivery import finalize_rollout_token_capture
 from capture_server.trajectories.rollout_ids import rollout_id_of
 from middleware.errors import InvalidIdError
 from middleware.protocols import TokenCaptureSnapshot
 from middleware.records import TokenEntry
-from tests.unit.capture_server.rollout_factory import call
+from tests.unit.capture_server.rollout_factory import call, delta
 
 
 def chain() -> list[TokenEntry]:
@@ -94,6 +95,63 @@ def test_undecided_repeat_masks_the_strict_result() -> None:
     again = call("b", [1], [3], created_at=5.0, delivered=False)
     built = build_from_snapshot(snapshot([first, again]))
     assert (built["mask_sample"], built["unresolved_retries"]) == (True, ["a"])
+
+
+def doctored(as_delta: bool, at: int, index: int) -> list[TokenEntry]:
+    """A chain of three in which one stored token of one record was changed."""
+    entries: list[TokenEntry] = []
+    cum: list[int] = []
+    for turn in range(3):
+        prompt, generated = [*cum, 10 + turn, 20 + turn], [turn, turn + 1]
+        entry = call(f"c{turn}", prompt, generated, entries[-1] if entries else None)
+        entry.response_id = f"resp-{turn}"
+        entries.append(delta(entry, len(cum)) if as_delta and turn else entry)
+        cum = prompt + generated
+    entry = entries[at]
+    ids, cut = entry.prompt_token_ids + entry.generation_token_ids, len(entry.prompt_token_ids)
+    changed = ids.tolist()
+    changed[index] += 1
+    update = {"prompt_token_ids": changed[:cut], "generation_token_ids": changed[cut:]}
+    entries[at] = TokenEntry.model_validate(entry.model_dump() | update)
+    return entries
+
+
+CHANGES = [
+    (as_delta, at, index)
+    for as_delta in (False, True)
+    for at in range(3)
+    for index in range(4 if as_delta or at == 0 else 4 * at + 4)
+]
+
+
+@pytest.mark.parametrize(("as_delta", "at", "index"), CHANGES)
+async def test_a_changed_token_is_never_delivered_unmasked(
+    as_delta: bool, at: int, index: int
+) -> None:
+    """At any position of any call, with and without an attributed terminal, last call included."""
+    frozen = snapshot(doctored(as_delta, at, index))
+    asked: list[dict[str, Any]] = [
+        {}, {"explicit_terminal_call_id": "c2"}, {"declared_response_id": "resp-2"},
+        {"verified_response": {"id": "resp-2", "output": []}},
+    ]  # fmt: skip
+    for how in asked:
+        assert build_from_snapshot(frozen, **how)["mask_sample"] is True
+    record: dict[str, Any] = {"_ng_rollout_id": "r", "response": {"id": "resp-2", "output": []}}
+    await finalize_rollout_token_capture(record, Source(frozen))
+    assert record["mask_sample"] is True
+    if at == 2 and index >= 8:  # only the last call's own digest contradicts it
+        assert record["_ng_token_capture"]["recorded_digest_mismatch"] == ["c2"]
+
+
+@pytest.mark.parametrize("cum_len", [0, 5, 7])
+def test_a_wrong_recorded_length_masks_the_result(cum_len: int) -> None:
+    """Zero is a length like any other; an absent one says nothing."""
+    first, last = chain()
+    last.cum_len = cum_len
+    built = build_from_snapshot(snapshot([first, last]))
+    assert (built["mask_sample"], built["recorded_digest_mismatch"]) == (True, ["b"])
+    last.cum_len = None
+    assert build_from_snapshot(snapshot([first, last]))["mask_sample"] is False
 
 
 async def test_source_is_frozen_and_built() -> None:

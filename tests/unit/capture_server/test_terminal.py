@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capture_server.trajectories.terminal import TerminalAttribution, resolve_terminal
 from middleware.fingerprint import FINGERPRINT_VERSION, assistant_fingerprint
 from middleware.normalise import normalise_items
 from middleware.records import TokenEntry
-from tests.unit.capture_server.rollout_factory import call
+from tests.unit.capture_server.rollout_factory import call, delta
 
 Item = dict[str, Any]
 
@@ -123,6 +124,60 @@ def test_ledger_rows_may_be_objects_or_mappings() -> None:
     for entry in (row, as_object):
         found = resolve_terminal([entry], {"output": items})
         assert (found.model_call_id, found.method) == ("m1", "content")
+
+
+copies = st.lists(
+    st.fixed_dictionaries(
+        {
+            "call_id": st.sampled_from(["a", "a", "b"]),
+            "tokens": st.sampled_from([[3], [3], [4]]),
+            "said": st.sampled_from(["ok", "ok", "no", "ok "]),
+            "response_id": st.sampled_from(["r1", "r2", None]),
+            "delivered": st.sampled_from([None, None, True, False]),
+            "delta": st.booleans(),
+            "digest": st.booleans(),
+        }
+    ),
+    max_size=5,
+)
+
+
+def copy_of(one: dict[str, Any]) -> TokenEntry:
+    entry = answered(one["call_id"], one["tokens"], said(one["said"]), delivered=one["delivered"])
+    update: dict[str, Any] = {"response_id": one["response_id"]}
+    update |= {} if one["digest"] else {"digest": None}
+    entry = entry.model_copy(update=update)
+    return delta(entry, 1) if one["delta"] else entry
+
+
+@given(
+    copies, st.randoms(use_true_random=False), st.sampled_from(["r1", "r2", "", None]),
+    st.sampled_from([None, "a", "b"]), st.sampled_from([None, None, "r1", "r2"]),
+)  # fmt: skip
+@settings(max_examples=300, deadline=None)
+def test_attribution_does_not_depend_on_the_order_of_entries(
+    drawn: list[dict[str, Any]], shuffler: random.Random, response_id: str | None,
+    explicit: str | None, declared: str | None,
+) -> None:  # fmt: skip
+    """Copies of one call may contradict each other; which comes first decides nothing."""
+    entries = [copy_of(one) for one in drawn]
+    response = {"id": response_id, "output": [said("ok")]}
+    first = resolve_terminal(entries, response, explicit, declared_response_id=declared)
+    for _ in range(3):
+        shuffler.shuffle(entries)
+        again = resolve_terminal(entries, response, explicit, declared_response_id=declared)
+        assert again == first
+
+
+def test_a_call_whose_copies_disagree_is_no_ones_twin() -> None:
+    """It would be counted with another call by one of its copies only."""
+    one = answered("a", [3], said("ok"))
+    twin = answered("b", [3], said("ok"))
+    other = answered("a", [4], said("ok"))
+    assert named([one, twin], said("ok"))[0] == "a"
+    for entries in ([one, other, twin], [other, one, twin], [twin, other, one]):
+        assert named(entries, said("ok")) == (None, "response_has_no_id,content_ambiguous")
+        assert named(entries, said("ok"), explicit_call_id="b")[0] == "b"
 
 
 _json = st.recursive(

@@ -417,3 +417,18 @@ def test_scored_row_is_cut_behind_the_terminal() -> None:
     """What the agent asked after its final answer is not trained."""
     built = traces(chain_of(4), "c1")
     assert ids(built) == [["c0", "c1"]]
+
+
+def test_a_recorded_length_of_zero_masks_its_row() -> None:
+    """Zero contradicts the tokens; an absent length says nothing."""
+    (row,) = traces([call("a", [1], [2], cum_len=0)]).rows
+    assert row.mask_reasons == ["recorded_digest_mismatch"]
+    (row,) = traces([call("a", [1], [2], cum_len=None)]).rows
+    assert row.mask_reasons == []
+
+
+def test_the_choice_of_fragments_is_recorded() -> None:
+    """Whoever verifies rows can tell left out from forgotten."""
+    entries = [call("a", [1], [2])]
+    assert traces(entries).metrics["fragments"] == "include"
+    assert traces(entries, fragments="exclude").metrics["fragments"] == "exclude"

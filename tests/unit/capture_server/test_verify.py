@@ -317,6 +317,60 @@ def test_the_rollouts_own_mask_follows_from_its_rows() -> None:
     assert codes(of_rows(dataclasses.replace(traces, main_row=99))) == ["main_row_missing"]
 
 
+@pytest.mark.parametrize("builder", ["prefix_merging", "per_request"])
+def test_the_main_row_is_the_attributed_calls(builder: str) -> None:
+    """Another row, none, or one where nothing is attributed, is named."""
+    entries = snapshot(conversation())
+    traces = build_traces(entries, builder=builder, explicit_terminal_call_id="c")
+    assert traces.main_row is not None
+    assert of_rows(traces, entries) == []
+    for main_row in (None, *(at for at in range(len(traces.rows)) if at != traces.main_row)):
+        moved = dataclasses.replace(traces, main_row=main_row)
+        assert codes(of_rows(moved, entries)) == ["main_row_mismatch"]
+    unattributed = build_traces(entries, builder=builder)
+    assert unattributed.main_row is None
+    moved = dataclasses.replace(unattributed, main_row=0)
+    assert codes(of_rows(moved, entries)) == ["main_row_mismatch"]
+    only = snapshot([call("a", [1], [2])])
+    traces = build_traces(only, builder=builder)
+    assert of_rows(traces, only) == []
+    moved = dataclasses.replace(traces, main_row=None)
+    assert codes(of_rows(moved, only)) == ["main_row_mismatch"]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"declared_response_id": "gone"},
+        {"declared_response_id": "ra", "explicit_terminal_call_id": "c"},
+    ],
+)
+def test_rows_of_an_unmatched_declaration_are_masked(asked: dict[str, Any]) -> None:
+    """What the harness kept is in no record, or the witnesses disagree: nothing is trained."""
+    entries = snapshot(conversation())
+    traces = build_traces(entries, **asked)
+    assert of_rows(traces, entries) == []
+    rows = [dataclasses.replace(row, mask_reasons=[]) for row in traces.rows]
+    lying = dataclasses.replace(traces, rows=rows, mask_sample=False)
+    assert codes(of_rows(lying, entries)) == ["declared_not_masked"]
+
+
+@pytest.mark.parametrize("builder", ["prefix_merging", "per_request"])
+def test_rows_that_were_left_out_are_named(builder: str) -> None:
+    """Unless they are fragments, and fragments were excluded when the rows were built."""
+    entries = snapshot(conversation())
+    traces = build_traces(entries, builder=builder)
+    without = [row for row in traces.rows if "g" not in row.model_call_ids]
+    found = of_rows(dataclasses.replace(traces, rows=without), entries)
+    assert [(v.code, v.call_id) for v in found] == [("call_left_out", "g")]
+    excluded = build_traces(entries, builder=builder, fragments="exclude")
+    assert len(excluded.rows) < len(traces.rows)
+    assert of_rows(excluded, entries) == []
+    claimed = excluded.metrics | {"fragments": "include"}
+    found = of_rows(dataclasses.replace(excluded, metrics=claimed), entries)
+    assert {(v.code, v.call_id) for v in found} == {("call_left_out", "e"), ("call_left_out", "f")}
+
+
 # --- files -----------------------------------------------------------------------------------
 
 

@@ -137,11 +137,27 @@ def test_accepts_arrays_of_every_kind() -> None:
     """numpy of any integer width and byte order, ``array``, tuples and ranges."""
     for source in (
         np.array([1, 2], ">u8"), np.array([1, 2], np.uint8), array.array("q", [1, 2]), (1, 2),
-        range(1, 3), [np.int64(1), np.uint16(2)], iter([1, 2]), np.array([], float),
+        range(1, 3), [np.int64(1), np.uint16(2)], np.array([], float),
     ):  # fmt: skip
         made = TokenIds.of(source)
         assert made in ([1, 2], [])
         assert made.array.dtype == np.int32
+
+
+@pytest.mark.parametrize("kind", [TokenIds, LogProbs])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {1, 2}, frozenset({1}), {1: 2}, {}, set(), {1: 2}.keys(), {1: 2}.values(), iter([1]),
+        (i for i in (1, 2)), map(int, "12"), memoryview(b"12"), bytearray(b"12"),
+    ],
+)  # fmt: skip
+def test_refuses_what_has_no_lasting_order(
+    kind: type[TokenIds] | type[LogProbs], bad: object
+) -> None:
+    """Sets and dicts are no sequences, nor is what can be read only once."""
+    with pytest.raises(ValueError):
+        kind.of(bad)
 
 
 def test_is_immutable() -> None:

@@ -216,6 +216,32 @@ def test_foreign_calls_are_model_authored() -> None:
     assert HashedRequest([*asked, {"type": "item_reference", "id": "x"}]).is_root
 
 
+system_items = st.fixed_dictionaries(
+    {"role": st.sampled_from(["system", "developer", "user", "assistant"])},
+    optional={
+        "type": st.sampled_from(["function_call", "message", "function_call_output", "x_call"]),
+        "content": st.sampled_from(["s", "t", None, [{"type": "text", "text": "s"}]]),
+        "call_id": st.sampled_from(["k", "l"]),
+        "arguments": st.sampled_from(["{}", "[1]"]),
+        "tool_calls": st.just([{"id": "k", "function": {"name": "f", "arguments": "{}"}}]),
+    },
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(system_items, max_size=5))
+def test_both_hashes_and_the_one_pass_agree_on_system_items(items: list[dict[str, Any]]) -> None:
+    """Of whatever type: only the role counts in the context, nothing in the fingerprint."""
+    hashed = HashedRequest(items)
+    for count in range(len(items) + 1):
+        assert hashed.prefix_digest(count) == conversation_digest(items[:count])
+    others = [item for item in items if item["role"] not in ("system", "developer")]
+    assert hashed.fingerprint == assistant_fingerprint(items) == assistant_fingerprint(others)
+    assert HashedRequest([]).continuation(items)[0] == hashed.fingerprint
+    bare = [i if i in others else {"role": i["role"]} for i in items]
+    assert conversation_digest(items) == conversation_digest(bare)
+
+
 def test_system_digest_sees_content_and_skips_billing_headers() -> None:
     """System texts count in full wherever they stand; the volatile billing block does not."""
     plain = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "x"}]

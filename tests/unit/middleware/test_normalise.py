@@ -189,6 +189,52 @@ def test_other_numbers_stay() -> None:
     assert hashes(results[0]) != hashes(results[1])
 
 
+@pytest.mark.parametrize("key", ["status", "signature", "annotations", "phase", "cache_control"])
+def test_data_in_tool_results_keeps_every_key(key: str) -> None:
+    """An object without type is no content block: two answers of a tool are not one."""
+    for form in (
+        lambda data: {"type": "function_call_output", "call_id": "k", "output": [data]},
+        lambda data: {"type": "custom_tool_call_output", "call_id": "k", "output": [data]},
+        lambda data: {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "k", "content": [data]}]},
+        lambda data: {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "k", "content": [data, data]}]},
+    ):  # fmt: skip
+        assert hashes(form({key: "ok"})) != hashes(form({key: "fail"}))
+        typed = [form({"type": "text", "text": "x", key: value}) for value in ("ok", "fail")]
+        assert hashes(typed[0]) == hashes(typed[1])
+
+
+@pytest.mark.parametrize("content", [{}, 0, False, 0.0])
+def test_what_is_no_text_is_no_empty_text(content: Any) -> None:
+    """It stays beside tool calls, and is refused when hashed."""
+    item = {"role": "assistant", "content": content, "tool_calls": [CALL]}
+    assert normalise_items([item]) == [item]
+    assert normalise_items([{**item, "reasoning": "r"}]) == [item]
+    with pytest.raises(ValueError):
+        hashes(item)
+
+
+@pytest.mark.parametrize("role", ["user", "tool", "assistant", "system", "", None])
+def test_custom_calls_of_any_role_are_normalised_once(role: Any) -> None:
+    """What a custom call becomes is normalised as that, in the first pass already."""
+    item = {"type": "custom_tool_call", "role": role, "call_id": "k", "input": '{"n": 1.0}'}
+    once = normalise_items([{"type": "reasoning"}, item])
+    assert normalise_items(once) == once
+    assert len(once) == (2 if role == "system" else 1)
+
+
+def test_a_wrapped_item_is_cleaned_like_a_bare_one() -> None:
+    """Volatile keys go, whether or not the item looks as if it were wrapped already."""
+    block = {"type": "x_call", "status": "done", "id": "msg_1", "content": [
+        {"type": "text", "text": "a", "annotations": []}]}  # fmt: skip
+    wrapped = {"type": "x_call", "content": [block]}
+    once = normalise_items([wrapped])
+    clean = {"type": "x_call", "content": [{"type": "text", "text": "a"}]}
+    assert once == [{"type": "x_call", "content": [clean]}] == normalise_items([block])
+    assert normalise_items(once)[0] is once[0]
+
+
 def test_untouched_items_are_the_same_objects() -> None:
     """Where no rule applies nothing is copied."""
     items = [{"role": "system", "content": "s"}, USER, {"role": "assistant", "content": "a"},
@@ -203,13 +249,20 @@ kinds = st.sampled_from(
      "tool_use", "tool_result", "image", "", ["x"], {}, 5]
 )  # fmt: skip
 blocks = st.fixed_dictionaries(
-    {}, optional={"type": kinds, "text": scalars, "input": scalars, "cache_control": scalars}
-)
-contents = scalars | st.lists(blocks | scalars, max_size=3)
+    {},
+    optional={
+        "type": kinds, "text": scalars, "input": scalars, "cache_control": scalars,
+        "status": scalars, "id": scalars, "content": st.lists(
+            st.fixed_dictionaries({}, optional={"type": kinds, "text": scalars, "status": scalars}),
+            max_size=2,
+        ),
+    },
+)  # fmt: skip
+contents = scalars | st.just({}) | st.just(0) | st.lists(blocks | scalars, max_size=3)
 items_ = st.lists(
     st.fixed_dictionaries({}, optional={
-        "role": st.sampled_from(["user", "assistant", "system", "tool", ["x"]]), "type": kinds,
-        "content": contents, "reasoning": scalars, "id": scalars, "call_id": scalars,
+        "role": st.sampled_from(["user", "assistant", "system", "developer", "tool", ["x"]]),
+        "type": kinds, "content": contents, "reasoning": scalars, "id": scalars, "call_id": scalars,
         "arguments": scalars, "input": scalars, "output": contents, "status": scalars,
         "tool_calls": st.lists(st.just(CALL) | scalars, max_size=2),
     }),
@@ -217,7 +270,7 @@ items_ = st.lists(
 )  # fmt: skip
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=300)
 @given(items_)
 def test_normalising_twice_changes_nothing_and_the_input_is_kept(items: list[Any]) -> None:
     """Idempotent on whatever JSON comes, without mutating it; hashing it may only refuse."""
