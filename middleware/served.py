@@ -20,7 +20,7 @@ TOKEN_FIELDS: Final = (
 _REQUIRED_TOKEN_FIELDS: Final = TOKEN_FIELDS[:3]
 
 
-def extract_token_fields(response: dict[str, Any]) -> dict[str, Any] | None:
+def extract_token_fields(response_json: dict[str, Any]) -> dict[str, Any] | None:
     """The token fields of a served response, as found there; None when no item carries any.
 
     Looks at Responses ``output[*]`` and Chat ``choices[*].message``. Null counts as absent;
@@ -30,7 +30,7 @@ def extract_token_fields(response: dict[str, Any]) -> dict[str, Any] | None:
         InvalidRecordError: (a ``ValueError``) more than one item carries token fields, or one
             carries only a part of them.
     """
-    carriers = [item for item in _token_items(response) if _present(item)]
+    carriers = [item for item in _token_items(response_json) if _present(item)]
     if not carriers:
         return None
     if len(carriers) > 1:

@@ -3,14 +3,16 @@
 One proven parent: the child of its staging chain. No model-authored history: a root. Anything
 else: a root only while the rollout has no ledger rows; after that it would train the policy's own
 words as prompt, so the call is served, not captured, and its rollout poisoned with the reason.
-A ledger that cannot be asked fails the call: it has cost nothing yet. Source: spec 07 "A call".
+A ledger that does not answer (in time) fails the call: it has cost nothing yet.
+Source: spec 07 "A call".
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from middleware.context import CaptureContext
 from middleware.errors import StoreUnavailableError, TokenCaptureError
@@ -29,6 +31,8 @@ from middleware.records import (
 from middleware.staging_wire import CaptureAdmission
 
 logger = logging.getLogger(__name__)
+
+_LEDGER_TIMEOUT_S: Final = 10.0
 
 
 def ledger_of(context: CaptureContext) -> CaptureLedger:
@@ -57,24 +61,33 @@ async def admit_call(context: CaptureContext, items: list[dict[str, Any]]) -> No
     ledger = ledger_of(context)
     context.request_items = items
     context.admitted_at = time.time()
+    bound = asyncio.timeout(_LEDGER_TIMEOUT_S)
     try:
-        context.parent_resolution = resolution = await _resolved(ledger, context, items)
-        match = resolution.match
-        if match is not None:
-            reason = _admit_child(context, match)
-        elif resolution.status is ParentResolutionStatus.ROOT or not await ledger.has_rows(
-            context.rollout_id
-        ):
-            _admit(context, mode="text")
-            reason = ""
-        else:
-            reason = UNRESOLVED_PARENT_REASON
-        if reason:
-            await _refuse(ledger, context, reason)
+        async with bound:
+            await _decide(ledger, context, items)
     except TokenCaptureError:
         raise
     except Exception as error:
-        raise StoreUnavailableError(f"the ledger failed: {error}") from error
+        told = f"no answer in {_LEDGER_TIMEOUT_S:g} s" if bound.expired() else str(error)
+        raise StoreUnavailableError(f"the ledger failed: {told}") from error
+
+
+async def _decide(
+    ledger: CaptureLedger, context: CaptureContext, items: list[dict[str, Any]]
+) -> None:
+    context.parent_resolution = resolution = await _resolved(ledger, context, items)
+    match = resolution.match
+    if match is not None:
+        reason = _admit_child(context, match)
+    elif resolution.status is ParentResolutionStatus.ROOT or not await ledger.has_rows(
+        context.rollout_id
+    ):
+        _admit(context, mode="text")
+        reason = ""
+    else:
+        reason = UNRESOLVED_PARENT_REASON
+    if reason:
+        await _refuse(ledger, context, reason)
 
 
 async def _resolved(

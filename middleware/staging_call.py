@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import orjson
 from starlette.datastructures import Headers
@@ -34,6 +34,8 @@ from middleware.records import UNCOMMITTED_CALL_REASON
 from middleware.staging_admission import admit_call
 
 logger = logging.getLogger(__name__)
+
+_FAILURE_TIMEOUT_S: Final = 10.0  # then a mark of the store takes over
 
 
 class ExternalCaptureHandler(Protocol):
@@ -184,9 +186,10 @@ class StagedExchange(CapturedExchange):
             if self.served is not None:
                 await self._staged.handler.finalize_response(self.served)
             elif context.capture_admission is not None and not refused:
-                await ledger.record_failure(
-                    context.rollout_id, context.model_call_id, UNCOMMITTED_CALL_REASON
-                )
+                async with asyncio.timeout(_FAILURE_TIMEOUT_S):
+                    await ledger.record_failure(
+                        context.rollout_id, context.model_call_id, UNCOMMITTED_CALL_REASON
+                    )
         except Exception as error:
             logger.exception("a staged call was not recorded", extra=_ids(context))
             await mark_hole(context, UNCOMMITTED_CALL_REASON, f"{type(error).__name__}: {error}")

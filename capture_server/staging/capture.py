@@ -21,25 +21,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from capture_server.staging.digest import (
-    EXTRAS_DIGEST_VERSION,
-    STAGING_DIGEST_VERSION,
-    build_staging_delta,
-    compute_chain_hash,
-    compute_extras_digest,
-    compute_staging_digest,
-    hash_token_ids,
+from capture_server.staging.deltas import (
+    checked,
+    resolved_prefix,
+    staged_coords,
+    staged_record,
+    told,
 )
+from capture_server.staging.digest import EXTRAS_DIGEST_VERSION, STAGING_DIGEST_VERSION
 from capture_server.staging.protocols import CaptureAdapter, StagingSink, WeightVersionProvider
-from capture_server.staging.records import (
-    CaptureAdmission,
-    CommitCoords,
-    StagedCallRecord,
-    StageResult,
-)
-from middleware.arrays import TokenIds
+from capture_server.staging.records import CaptureAdmission, CommitCoords, StagedCallRecord
 from middleware.errors import TokenCaptureError
-from middleware.staging_wire import STAGING_SCHEMA_VERSION
 
 __all__ = [
     "EXTRAS_DIGEST_VERSION",
@@ -135,15 +127,19 @@ class RolloutTokenCapture:
 
         Raises:
             StreamingUnsupportedError: ``stream``.
-            CaptureError: the prefix is missing, is not ``prev_len`` long or contradicts the
-                inline one; there is no valid weight version.
+            CaptureError: no valid admission; the prefix is missing, no token ids, not
+                ``prev_len`` long or contradicts the inline one; no valid weight version.
         """
         if stream:
             raise StreamingUnsupportedError(
                 "an admitted call cannot be streamed: its coordinates exist only when the whole "
                 "answer is staged; send stream: false"
             )
-        prefix = _resolved_prefix(admission, prefix_token_ids)
+        try:
+            admission = checked(CaptureAdmission, admission)
+            prefix = resolved_prefix(admission, prefix_token_ids)
+        except (ValueError, TypeError) as error:
+            raise CaptureError(f"the call cannot be begun: {error}") from error
         return ActiveCall(admission, self._checked_version(weight_version), prefix)
 
     def _checked_version(self, given: int | None) -> int:
@@ -151,9 +147,9 @@ class RolloutTokenCapture:
             try:
                 given = self._weight_version_fn()
             except Exception as error:
-                raise CaptureError(f"the weight version is not known: {error}") from error
-        if type(given) is not int or given < 0:
-            raise CaptureError(f"a weight version is an integer >= 0, not {given!r}")
+                raise CaptureError(f"the weight version is not known: {told(error)}") from error
+        if type(given) is not int or not 0 <= given < 1 << 64:
+            raise CaptureError("a weight version is an integer in 0 <= n < 2**64")
         return given
 
     def complete_call(
@@ -209,7 +205,7 @@ class RolloutTokenCapture:
                 completing=True,
             )
         except Exception as error:  # noqa: BLE001 - the engine's answer must go out whatever this is
-            return self._failed(call, f"the answer cannot be captured: {error}")
+            return self._failed(call, f"the answer cannot be captured: {told(error)}")
         return self._staged(call, record, attachments)
 
     def fail_call(self, call: ActiveCall, *, reason: str) -> CommitCoords:
@@ -224,6 +220,7 @@ class RolloutTokenCapture:
     # --- steps -----------------------------------------------------------------------------------
 
     def _complete(self, call: ActiveCall) -> None:
+        _check_begun(call)
         with self._lock:
             if call.completed:
                 raise CaptureError(f"call {call.model_call_id} was completed before")
@@ -239,38 +236,29 @@ class RolloutTokenCapture:
         *,
         completing: bool = False,
     ) -> StagedCallRecord:
+        _check_begun(call)
         if call.completed and not completing:
             raise CaptureError(f"call {call.model_call_id} was completed before")
         try:
-            return _staged_record(call, prompt, generated, log_probs, extras)
-        except ValueError as error:
+            return staged_record(
+                call.admission,
+                call.prefix_token_ids,
+                call.weight_version,
+                prompt,
+                generated,
+                log_probs,
+                extras,
+            )
+        except (ValueError, TypeError) as error:
             raise CaptureError(f"call {call.model_call_id}: {error}") from error
 
     def _staged(
         self, call: ActiveCall, record: StagedCallRecord, attachments: Mapping[str, Any] | None
     ) -> CommitCoords:
         try:
-            # The sink is foreign code: its answer may be of any type.
-            result: Any = self._sink.stage(record, attachments=attachments)
-        except Exception as error:  # noqa: BLE001 - a framework's sink may raise anything
-            return self._failed(call, f"the sink failed: {error}")
-        if not isinstance(result, StageResult) or result.ok is not True or not result.staging_key:
-            told = result.error if isinstance(result, StageResult) else "no StageResult"
-            return self._failed(call, f"the sink did not stage the call: {told}")
-        return CommitCoords(
-            rollout_id=record.rollout_id,
-            model_call_id=record.model_call_id,
-            parent_call_id=record.parent_call_id,
-            prev_len=record.prev_len,
-            delta_len=record.delta_len,
-            cum_len=record.cum_len,
-            weight_version=record.weight_version,
-            digest=record.digest,
-            extras_digest=record.extras_digest,
-            staging_key=result.staging_key,
-            chain_hash=record.chain_hash,
-            cumulative_hash=record.cumulative_hash,
-        )
+            return staged_coords(record, self._sink.stage(record, attachments=attachments))
+        except Exception as error:  # noqa: BLE001 - a framework's sink may raise and answer anything
+            return self._failed(call, f"the sink failed: {told(error)}")
 
     def _failed(self, call: ActiveCall, reason: str) -> CommitCoords:
         logger.error(
@@ -295,61 +283,9 @@ class RolloutTokenCapture:
         )
 
 
-def _resolved_prefix(admission: CaptureAdmission, given: list[int] | None) -> list[int]:
-    inline = admission.required_prefix_token_ids
-    if inline and given is not None and list(given) != inline:
-        raise CaptureError("the given prefix is not the one in the admission")
-    prefix = inline or (list(given) if given is not None else [])
-    if len(prefix) != admission.prev_len:
-        raise CaptureError(
-            f"call {admission.model_call_id} continues {admission.prev_len} tokens but has a "
-            f"prefix of {len(prefix)}: fetch its staging chain and give prefix_token_ids"
-        )
-    return prefix
-
-
-def _staged_record(
-    call: ActiveCall,
-    prompt: list[int],
-    generated: list[int],
-    log_probs: list[float],
-    extras: dict[str, Any] | None,
-) -> StagedCallRecord:
-    """What is staged.
-
-    Raises:
-        ValueError: the arrays contradict each other or the admission.
-    """
-    admission = call.admission
-    prompt_ids = TokenIds.of(prompt)
-    if not prompt_ids.startswith(call.prefix_token_ids):
-        raise ValueError("the prompt does not start with the admitted prefix")
-    ids, mask, values = build_staging_delta(
-        prompt_token_ids=prompt_ids,
-        generated_token_ids=generated,
-        generated_log_probs=log_probs,
-        prev_len=admission.prev_len,
-    )
-    fields: dict[str, Any] = {
-        "schema_version": STAGING_SCHEMA_VERSION,
-        "digest_version": STAGING_DIGEST_VERSION,
-        "extras_digest_version": EXTRAS_DIGEST_VERSION,
-        "rollout_id": admission.rollout_id,
-        "model_call_id": admission.model_call_id,
-        "parent_call_id": admission.parent_call_id,
-        "mode": admission.mode,
-        "prev_len": admission.prev_len,
-        "delta_len": len(ids),
-        "cum_len": admission.prev_len + len(ids),
-        "weight_version": call.weight_version,
-        "token_ids_delta": ids,
-        "token_mask_delta": mask,
-        "generation_log_probs_delta": values,
-        "extras_digest": compute_extras_digest(extras),
-        "chain_hash": compute_chain_hash(admission.parent_chain_hash, ids),
-        "cumulative_hash": hash_token_ids(TokenIds.concat(prompt_ids, generated)),
-    }
-    return StagedCallRecord(digest=compute_staging_digest(**fields), extras=extras, **fields)
+def _check_begun(call: Any) -> None:
+    if not isinstance(call, ActiveCall):
+        raise CaptureError(f"give what begin_call returned, not a {type(call).__name__}")
 
 
 # --- installing ----------------------------------------------------------------------------------

@@ -13,13 +13,13 @@ only when its whole delta is staged.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping
 from typing import Any, Final, cast
 
-from pydantic import ValidationError
-
 from capture_server.seed_config import ExternalStagingBackend
+from capture_server.staging.deltas import checked
 from capture_server.staging.ledger import open_ledger
 from capture_server.staging.records import (
     INVALID_COMMIT_COORDS_REASON,
@@ -38,7 +38,7 @@ from middleware.capture import (
     mark_hole,
 )
 from middleware.context import CaptureContext, current_capture_context
-from middleware.errors import StoreError, UnsupportedParameterError
+from middleware.errors import UnsupportedParameterError
 from middleware.fingerprint import FINGERPRINT_VERSION, assistant_fingerprint
 from middleware.json_edit import EditTree
 from middleware.lineage.matching import hash_request
@@ -64,11 +64,19 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+_RECORD_TIMEOUT_S: Final = 60.0  # the answer waits for it
+_FAILURE_TIMEOUT_S: Final = 10.0  # then a mark of the store takes over
+
 _PREFIX_FIELD: Final = "required_prefix_token_ids"
 _OFFLOAD_FIELD: Final = "offload_params"
 _ANSWER_FIELDS: Final = ("prompt_token_ids", "compact_prompt_token_ids", "token_ids", "logprobs")
 _GENERATION_FIELDS: Final = ("generated_token_ids", "generated_log_probs")
-_HIDDEN: Final = (*TOKEN_FIELDS, *_ANSWER_FIELDS, *_GENERATION_FIELDS)
+_HIDDEN: Final = (
+    NG_COMMIT_COORDS_FIELD,
+    *TOKEN_FIELDS,
+    *_ANSWER_FIELDS,
+    *_GENERATION_FIELDS,
+)
 
 
 def _dropped(*names: str) -> dict[str, Any]:
@@ -76,7 +84,7 @@ def _dropped(*names: str) -> dict[str, Any]:
 
 
 _RESPONSE_EDITS: Final[EditTree] = {
-    **_dropped(NG_COMMIT_COORDS_FIELD, *_HIDDEN),
+    **_dropped(*_HIDDEN),
     "choices": {"*": {**_dropped(*_HIDDEN), "message": _dropped(*_HIDDEN)}},
     "output": {"*": _dropped(*_HIDDEN)},
 }
@@ -102,8 +110,13 @@ class _WorkerCaptureHandler:
         return cleaned if admission is None else self._admitted(cleaned, admission)
 
     def _without_admission(self, payload: dict[str, Any]) -> dict[str, Any]:
-        """Only the middleware admits calls."""
-        return {name: value for name, value in payload.items() if name != NG_CAPTURE_FIELD}
+        """Only the middleware admits calls and says what their prefix is, for every backend."""
+        own = (NG_CAPTURE_FIELD, _PREFIX_FIELD)
+        cleaned = {name: value for name, value in payload.items() if name not in own}
+        offload = cleaned.get(_OFFLOAD_FIELD)
+        if isinstance(offload, dict) and NG_CAPTURE_FIELD in offload:
+            cleaned[_OFFLOAD_FIELD] = {k: v for k, v in offload.items() if k != NG_CAPTURE_FIELD}
+        return cleaned
 
     def _admitted(self, payload: dict[str, Any], admission: CaptureAdmission) -> dict[str, Any]:
         raise NotImplementedError
@@ -128,12 +141,13 @@ class _WorkerCaptureHandler:
             return
         try:
             await _commit(context, coords, served_payload)
-        except StoreError as error:
-            logger.exception("a ledger row was not written", extra=_ids(context))
-            await _fail(context, UNCOMMITTED_CALL_REASON, str(error))
-        except Exception as error:
-            logger.exception("a ledger row was refused", extra=_ids(context))
+        except ValueError as error:
+            logger.exception("a ledger row cannot be made", extra=_ids(context))
             await _fail(context, INVALID_COMMIT_COORDS_REASON, str(error))
+        except Exception as error:
+            # A fence, another row of this call, the store, or its time was up.
+            logger.exception("a ledger row was not written", extra=_ids(context))
+            await _fail(context, UNCOMMITTED_CALL_REASON, f"{type(error).__name__}: {error}")
 
 
 class VLLMWorkerCaptureHandler(_WorkerCaptureHandler):
@@ -148,21 +162,13 @@ class VLLMWorkerCaptureHandler(_WorkerCaptureHandler):
             NG_CAPTURE_FIELD: admission.model_dump(mode="json"),
         }
         if admission.required_prefix_token_ids:
+            # Without: the staging chain says what the prefix is.
             prepared[_PREFIX_FIELD] = list(admission.required_prefix_token_ids)
-        else:
-            prepared.pop(_PREFIX_FIELD, None)  # the staging chain says what the prefix is
         return prepared
 
 
 class MegatronWorkerCaptureHandler(_WorkerCaptureHandler):
     """Megatron workers: the admission rides in ``offload_params``."""
-
-    def _without_admission(self, payload: dict[str, Any]) -> dict[str, Any]:
-        cleaned = super()._without_admission(payload)
-        offload = cleaned.get(_OFFLOAD_FIELD)
-        if isinstance(offload, dict) and NG_CAPTURE_FIELD in offload:
-            cleaned[_OFFLOAD_FIELD] = {k: v for k, v in offload.items() if k != NG_CAPTURE_FIELD}
-        return cleaned
 
     def _admitted(self, payload: dict[str, Any], admission: CaptureAdmission) -> dict[str, Any]:
         num = payload.get("n")
@@ -212,8 +218,11 @@ def _judged(context: CaptureContext) -> tuple[CommitCoords | None, str]:
     if raw is None:
         return None, WORKER_MISSING_COMMIT_COORDS_REASON
     try:
-        coords = raw if isinstance(raw, CommitCoords) else CommitCoords.model_validate(raw)
-    except ValidationError as error:
+        if isinstance(raw, CommitCoords):
+            coords = checked(CommitCoords, raw)
+        else:
+            coords = CommitCoords.model_validate(raw)
+    except ValueError as error:
         logger.warning("invalid coordinates: %s", error, extra=_ids(context))
         return None, INVALID_COMMIT_COORDS_REASON
     admission: CaptureAdmission = context.capture_admission
@@ -221,6 +230,10 @@ def _judged(context: CaptureContext) -> tuple[CommitCoords | None, str]:
         if getattr(coords, name) != getattr(admission, name):
             logger.warning("coordinates are another call's: %s", name, extra=_ids(context))
             return None, INVALID_COMMIT_COORDS_REASON
+    # A worker's hash cannot cover more, so they are of no call.
+    if max(coords.weight_version, coords.cum_len) >= 1 << 64:
+        logger.warning("coordinates are beyond 64 bit", extra=_ids(context))
+        return None, INVALID_COMMIT_COORDS_REASON
     if coords.disposition == "capture_failed":
         return None, WORKER_CAPTURE_FAILED_REASON
     return coords, ""
@@ -234,6 +247,7 @@ async def _commit(
     Raises:
         ValueError: the served answer has no id, or cannot be hashed.
         StoreError, ConflictError: from the ledger.
+        TimeoutError: the ledger did not answer; the row may still come, its failure masks it.
     """
     response_id = served_payload.get("id")
     if not isinstance(response_id, str) or not response_id:
@@ -261,7 +275,8 @@ async def _commit(
         request_items=request_items,
         response_items=response_items,
     )
-    await ledger_of(context).record(commit)
+    async with asyncio.timeout(_RECORD_TIMEOUT_S):
+        await ledger_of(context).record(commit)
     mark_external_staging_committed(
         rollout_id=context.rollout_id, model_call_id=context.model_call_id
     )
@@ -279,7 +294,10 @@ async def _fail(context: CaptureContext, reason: str, detail: str = "") -> None:
     """Poison the rollout; loud when even that fails."""
     logger.warning("call not committed: %s", reason, extra=_ids(context))
     try:
-        await ledger_of(context).record_failure(context.rollout_id, context.model_call_id, reason)
+        async with asyncio.timeout(_FAILURE_TIMEOUT_S):
+            await ledger_of(context).record_failure(
+                context.rollout_id, context.model_call_id, reason
+            )
     except Exception:
         logger.exception("a ledger failure was not written", extra=_ids(context))
         await mark_hole(context, reason, detail)

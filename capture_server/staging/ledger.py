@@ -17,7 +17,7 @@ from capture_server.stores.decisions import Decision, decide_ledger_row
 from capture_server.stores.fold import DANGLING_INTENT, STORE_FAILURE, RolloutFold
 from capture_server.stores.journal import Incomplete, LedgerRow, Record
 from middleware.errors import ConfigurationError
-from middleware.lineage.ledger import LedgerRows, StampedRow, manifest_body, stamped_row
+from middleware.lineage.ledger import NO_CALL, LedgerRows, StampedRow, manifest_body, stamped_row
 from middleware.lineage.matching import RolloutLineage, Verdict, hash_request
 from middleware.lineage.threads import is_large_request, run_sized
 from middleware.protocols import LineageQuery, LineageResolution, RolloutStatus
@@ -25,7 +25,6 @@ from middleware.records import ParentResolutionStatus
 
 __all__ = ["LedgerBackend", "StoreLedger", "open_ledger"]
 
-_NO_CALL: Final = "unknown"  # in a manifest: the failure is not one call's
 _STAMP_FIELDS: Final = tuple(StampedRow.__dataclass_fields__)
 
 T = TypeVar("T")
@@ -117,7 +116,7 @@ class StoreLedger:
         failures: dict[str, str] = {}
         for reason in status.incomplete_reasons:
             code = UNCOMMITTED_CALL_REASON if reason.code == DANGLING_INTENT else reason.code
-            failures.setdefault(reason.model_call_id or _NO_CALL, code)
+            failures.setdefault(reason.model_call_id or NO_CALL, code)
         for failure in found["failures"]:
             failures.setdefault(failure["model_call_id"], failure["reason"])
         return manifest_body(rollout_id, found["records"], failures)

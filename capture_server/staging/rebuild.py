@@ -3,13 +3,15 @@
 Invariant: a row that is returned is token for token what the workers staged, in the order of the
 chain, and every link of it is proven by hashes; anything else raises with a stable ``code``.
 Linear: each token is hashed a constant number of times, the cumulative sequence once. Extras are
-never read; their commitments are handed on. Response ids, fingerprints, times, staging keys and
-the reward are covered by no hash and are not judged. Source: spec 07.
+never read; their commitments are handed on. Response ids, fingerprints, times and staging keys are
+covered by no hash and are not judged. Nor are ``reward`` and ``terminal_selection``, which only
+the receipt's own validation checks: they do not change the row. Source: spec 07.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -132,19 +134,21 @@ def verify_and_linearize(
     """The training row that an unpoisoned receipt stands for.
 
     Args:
-        receipt: validated or not; everything is judged here again.
+        receipt: validated or not; what the row depends on is judged here again (not its
+            ``reward`` and ``terminal_selection``).
         snapshots: the staged calls, one per manifest row, in the manifest's order.
 
     Raises:
         ReceiptVerificationError: with ``code``; see the module.
     """
-    _check_receipt(receipt)
-    named = receipt.terminal_model_call_id
-    # Without a hint ``linearize`` would select one: a receipt has to name it.
-    terminal_hint = "" if named is None else named
-    return linearize(
-        receipt.rollout_id, list(snapshots), receipt.manifest, terminal_hint=terminal_hint
-    )
+    with _half_built_is_invalid():
+        _check_receipt(receipt)
+        named = receipt.terminal_model_call_id
+        # Without a hint ``linearize`` would select one: a receipt has to name it.
+        terminal_hint = "" if named is None else named
+        return linearize(
+            receipt.rollout_id, list(snapshots), receipt.manifest, terminal_hint=terminal_hint
+        )
 
 
 def linearize(
@@ -161,15 +165,27 @@ def linearize(
     Raises:
         ReceiptVerificationError: with ``code``; see the module.
     """
-    _check_manifest(manifest)
-    _check_identities(manifest, snapshots)
-    for row, snapshot in zip(manifest, snapshots, strict=True):
-        _check_shared_fields(rollout_id, row, snapshot)
-    for snapshot in snapshots:
-        _check_digest(snapshot)
-    by_id = {snapshot.model_call_id: snapshot for snapshot in snapshots}
-    _check_graph(by_id)
-    return _row(rollout_id, _chain(by_id, _terminal_id(manifest, terminal_hint)))
+    with _half_built_is_invalid():
+        _check_manifest(manifest)
+        _check_identities(manifest, snapshots)
+        for row, snapshot in zip(manifest, snapshots, strict=True):
+            _check_shared_fields(rollout_id, row, snapshot)
+        for snapshot in snapshots:
+            _check_digest(snapshot)
+        by_id = {snapshot.model_call_id: snapshot for snapshot in snapshots}
+        _check_graph(by_id)
+        return _row(rollout_id, _chain(by_id, _terminal_id(manifest, terminal_hint)))
+
+
+@contextmanager
+def _half_built_is_invalid() -> Iterator[None]:
+    """Objects built without validation may lack what is read, or hold what cannot be."""
+    try:
+        yield
+    except (AttributeError, TypeError) as error:
+        raise ReceiptVerificationError(
+            "invalid_snapshot", f"a receipt, row or staged call is not whole: {error}"
+        ) from error
 
 
 # --- receipt and manifest ------------------------------------------------------------------------

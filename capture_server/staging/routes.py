@@ -190,6 +190,8 @@ def _checked_array(values: Any) -> npt.NDArray[np.int64]:
     if isinstance(values, np.ndarray):
         if values.ndim != 3 or values.dtype.kind not in "iu" or values.size == 0:
             raise InvalidInputError("routes are a three-dimensional array of integers, not empty")
+        if values.dtype.kind == "u" and values.max() > np.iinfo(np.int64).max:
+            raise InvalidInputError("an expert index is beyond 63 bit")
         return values.astype(np.int64)
     flat, lengths = values, []
     for _ in range(2):

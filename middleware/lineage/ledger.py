@@ -31,6 +31,11 @@ from middleware.records import (
     LEDGER_ROW_MISSING_RESPONSE_ID_REASON,
 )
 
+NO_CALL: Final = "unknown"
+"""In a manifest: the failure is not one call's."""
+NO_REASON: Final = "marked_incomplete"
+"""In a manifest: whoever noted the failure did not say why."""
+
 _STAGING_SCHEMA_VERSION: Final = 2
 
 RowT = TypeVar("RowT", bound="StampedRow")
@@ -151,9 +156,9 @@ class LedgerRows:
         )
 
     def record_failure(self, model_call_id: str, reason: str) -> None:
-        """Add a call that did not commit. The first reason stays."""
+        """Add a call that did not commit. The first reason stays; neither is ever empty."""
         if not self.retired:
-            self.failures.setdefault(model_call_id, reason)
+            self.failures.setdefault(model_call_id or NO_CALL, reason or NO_REASON)
 
     # --- reading ---------------------------------------------------------------------------------
 

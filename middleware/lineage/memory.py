@@ -15,6 +15,7 @@ from middleware.lineage.index import LineageIndex
 from middleware.lineage.ledger import LedgerRows
 from middleware.lineage.matching import RolloutLineage, Verdict, hash_request, resolution
 from middleware.lineage.threads import LARGE_TOKENS, is_large_request, run_sized
+from middleware.paths import validate_call_id, validate_rollout_id
 from middleware.protocols import LineageQuery, LineageResolution
 from middleware.records import TokenEntry, TokenIds, payload_digest
 
@@ -110,34 +111,42 @@ class InMemoryLineageStore:
     # --- the ledger of external staging ------------------------------------------------------
 
     async def record(self, commit: Any) -> None:
-        """Add a staged call's row (see ``LedgerRows.record``)."""
+        """Add a staged call's row (see ``LedgerRows.record``).
+
+        Raises:
+            InvalidIdError: (a ``ValueError``) of the rollout; so do all below.
+        """
         with self._lock:
             self._rows(commit.rollout_id).record(commit)
 
     async def record_failure(self, rollout_id: str, model_call_id: str, reason: str) -> None:
         """Add a row for a call that did not commit; it never resolves. Idempotent."""
+        if model_call_id:
+            validate_call_id(model_call_id)
         with self._lock:
             self._rows(rollout_id).record_failure(model_call_id, reason)
 
     async def manifest(self, rollout_id: str) -> dict[str, Any]:
         """The rollout's token-free ledger in the wire form of ``RolloutManifest``."""
         with self._lock:
-            return self._ledger.get(rollout_id, LedgerRows(rollout_id)).manifest()
+            return self._ledger.get(
+                validate_rollout_id(rollout_id), LedgerRows(rollout_id)
+            ).manifest()
 
     async def has_rows(self, rollout_id: str) -> bool:
         """Whether any row, committed or failed, exists."""
         with self._lock:
-            return bool(self._ledger.get(rollout_id))
+            return bool(self._ledger.get(validate_rollout_id(rollout_id)))
 
     async def retire(self, rollout_id: str) -> None:
         """Drop the rollout's rows and discard later ones."""
         with self._lock:
-            self._ledger[rollout_id] = LedgerRows(rollout_id, retired=True)
+            self._ledger[validate_rollout_id(rollout_id)] = LedgerRows(rollout_id, retired=True)
 
     async def delete(self, rollout_id: str) -> None:
         """Drop the rollout's rows and their fence."""
         with self._lock:
-            self._ledger.pop(rollout_id, None)
+            self._ledger.pop(validate_rollout_id(rollout_id), None)
 
     def _rows(self, rollout_id: str) -> LedgerRows:
-        return self._ledger.setdefault(rollout_id, LedgerRows(rollout_id))
+        return self._ledger.setdefault(validate_rollout_id(rollout_id), LedgerRows(rollout_id))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from capture_server.staging.rebuild import verify_and_linearize
 from capture_server.staging.terminal import make_receipt
 from capture_server.stores.file import TokenCaptureStore
 from capture_server.stores.memory import MemoryCaptureStore
+from middleware import staging_call
 from middleware.errors import ConfigurationError, StoreUnavailableError
 from tests.http.capture_rig import CHAT, R
 from tests.http.staging_rig import Rig, staging_rig
@@ -130,6 +132,12 @@ def failed(answer: dict[str, Any]) -> None:
     coords |= {"disposition": "capture_failed", "delta_len": 0, "cum_len": coords["prev_len"]}
 
 
+def nested(answer: dict[str, Any]) -> None:
+    coords = answer.pop("ng_commit_coords")
+    choice = answer["choices"][0]
+    choice["ng_commit_coords"] = choice["message"]["ng_commit_coords"] = coords
+
+
 def unserved(answer: dict[str, Any]) -> None:
     answer["id"] = ""
 
@@ -151,6 +159,8 @@ def unserved(answer: dict[str, Any]) -> None:
         (with_coords(surprise=1), INVALID),
         (with_coords(prev_len=1.0), INVALID),
         (with_coords(staging_key=None), INVALID),
+        (with_coords(weight_version=2**64), INVALID),
+        (nested, MISSING),
         (lambda answer: answer | {"ng_commit_coords": "text"}, INVALID),
     ],
 )
@@ -293,6 +303,31 @@ async def test_a_ledger_that_cannot_be_written_never_fails_the_call() -> None:
         store.broken = "apply_rule"
         assert (await rig.say("a")).status_code == 200
         assert await rig.failures() == [UNCOMMITTED]
+
+
+class _HangsOnce(MemoryCaptureStore):
+    """The first mark is never written."""
+
+    hung = False
+
+    async def mark_incomplete(self, *args: Any, **more: Any) -> None:
+        if not self.hung:
+            self.hung = True
+            await asyncio.Event().wait()
+        await super().mark_incomplete(*args, **more)
+
+
+async def test_a_failure_that_hangs_becomes_a_mark_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The agent hears of the broken worker, and the rollout is masked all the same."""
+    monkeypatch.setattr(staging_call, "_FAILURE_TIMEOUT_S", 0.05)
+    store = _HangsOnce()
+    async with staging_rig(store=store) as rig:
+        rig.worker.break_off = True
+        assert (await rig.say("a")).status_code in (500, 502)
+        assert await rig.failures() == [UNCOMMITTED]
+    assert store.hung
 
 
 async def test_fences_hold_for_staged_calls() -> None:

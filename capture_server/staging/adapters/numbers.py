@@ -22,6 +22,11 @@ def token_ids_of(values: Any, what: str) -> list[int]:
     return TokenIds.of(values).tolist()
 
 
+def all_named(values: list[Any]) -> bool:
+    """Whether every value is a ``token_id:<n>`` string."""
+    return all(isinstance(value, str) and _TOKEN_ID.fullmatch(value) for value in values)
+
+
 def _named(value: Any, what: str) -> Any:
     if not isinstance(value, str):
         return value

@@ -3,14 +3,15 @@
 The token bundle is read from the message (``prompt_token_ids``, ``generation_token_ids``,
 ``generation_log_probs``), else from vLLM's own places (``prompt_token_ids`` at the top,
 ``token_ids`` and ``logprobs`` on the choice; ids also as ``token_id:<n>`` strings). Invariant:
-one choice, ids and log-probs from one place, as many of one as of the other; else ``ValueError``.
+one choice, ids and log-probs from one place, as many of one as of the other, and ids that are
+given twice are equal; else ``ValueError``.
 """
 
 from __future__ import annotations
 
 from typing import Any, Final
 
-from capture_server.staging.adapters.numbers import log_probs_of, token_ids_of
+from capture_server.staging.adapters.numbers import all_named, log_probs_of, token_ids_of
 from middleware.errors import InvalidInputError
 
 MEDIA_SPANS_FIELD: Final = "media_spans"
@@ -64,7 +65,8 @@ def extract_generation_token_info(choice: dict[str, Any]) -> tuple[list[int], li
     """One choice's sampled ids and their log-probs, parallel.
 
     Raises:
-        InvalidInputError: (a ``ValueError``) missing, of different number, not finite, or no ids.
+        InvalidInputError: (a ``ValueError``) missing, of different number, not finite, no ids, or
+            ids that are given twice and differ.
     """
     message = _message(choice)
     ids, log_probs = message.get("generation_token_ids"), message.get("generation_log_probs")
@@ -84,9 +86,16 @@ def _native(choice: dict[str, Any]) -> tuple[Any, Any]:
     if not isinstance(content, list) or not all(isinstance(item, dict) for item in content):
         return None, None
     named = [item.get("token") for item in content]
+    log_probs = [item.get("logprob") for item in content]
     ids = choice.get("token_ids")
-    # With both, the engine said the same thing twice; token_ids are exact by construction.
-    return (named if ids is None else ids), [item.get("logprob") for item in content]
+    if ids is None:
+        return named, log_probs
+    # With names in both places the engine said the same thing twice, or one of them is wrong.
+    if named and all_named(named):
+        ids = token_ids_of(ids, "generated ids")
+        if ids != token_ids_of(named, "generated ids"):
+            raise InvalidInputError("token_ids are not the ids that the log-probs are of")
+    return ids, log_probs
 
 
 def _only_choice(payload: Any) -> dict[str, Any]:

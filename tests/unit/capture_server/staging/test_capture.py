@@ -86,13 +86,60 @@ def test_a_prefix_must_be_the_admitted_one(admission: CaptureAdmission, prefix: 
         capture().begin_call(admission, prefix_token_ids=prefix)
 
 
+@pytest.mark.parametrize("prefix", [7, "abc", [1, 2, "3"], [1, 2, 3.0], [True, 2, 3], {1: 2}, [-1]])
+def test_a_prefix_is_token_ids(prefix: Any) -> None:
+    """Anything else is wrong use, named as such."""
+    with pytest.raises(CaptureError):
+        capture().begin_call(CHILD, prefix_token_ids=prefix)
+
+
+@pytest.mark.parametrize(
+    "admission",
+    [
+        None,
+        CHILD.model_dump(),
+        CaptureAdmission.model_construct(rollout_id="r"),
+        CHILD.model_copy(update={"prev_len": 3.0}),
+        CHILD.model_copy(update={"parent_chain_hash": None}),
+    ],
+    ids=str,
+)
+def test_an_admission_is_a_valid_one(admission: Any) -> None:
+    """Wire form, nothing, or a model that was never validated: wrong use."""
+    with pytest.raises(CaptureError):
+        capture().begin_call(admission, prefix_token_ids=[1, 2, 3])
+
+
+@pytest.mark.parametrize("call", [None, {}, "b", CHILD])
+def test_what_is_completed_was_begun(call: Any) -> None:
+    """Only ``begin_call`` makes calls."""
+    made = capture(adapter=VLLMCaptureAdapter())
+    for end in (
+        lambda: made.complete_call(call, **SOUND),
+        lambda: made.complete_call_from_response(call, {}),
+        lambda: made.fail_call(call, reason="x"),
+    ):
+        with pytest.raises(CaptureError, match="begin_call"):
+            end()
+
+
 def test_streams_are_refused() -> None:
     """With its own error, before the engine starts."""
     with pytest.raises(StreamingUnsupportedError, match="stream: false"):
         capture().begin_call(ROOT, stream=True)
 
 
-@pytest.mark.parametrize("version", [lambda: -1, lambda: True, lambda: 1.0, lambda: 1 / 0])
+@pytest.mark.parametrize(
+    "version",
+    [
+        lambda: -1,
+        lambda: True,
+        lambda: 1.0,
+        lambda: 1 / 0,
+        lambda: 2**64,
+        lambda: "7",
+    ],
+)
 def test_a_call_needs_a_weight_version(version: Any) -> None:
     """A provider that fails or answers nonsense is the caller's fault."""
     with pytest.raises(CaptureError):
@@ -109,6 +156,10 @@ def test_a_call_needs_a_weight_version(version: Any) -> None:
         {"generated_token_ids": [-1]},
         {"generated_token_ids": [True]},
         {"extras": {"a": (1,)}},
+        {"extras": [1]},
+        {"prompt_token_ids": None},
+        {"generated_token_ids": {5: 5}},
+        {"generated_logprobs": None},
         {"prompt_token_ids": [1, 2, 3], "generated_token_ids": [], "generated_logprobs": []},
     ],
     ids=str,
@@ -164,6 +215,15 @@ def test_of_racing_completions_one_wins() -> None:
     assert sorted(results) == ["refused"] * 7 + ["staged"]
 
 
+class Unprintable(Exception):
+    """Cannot even be shown."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+    __repr__ = __str__
+
+
 class _Sink:
     """Answers what it is told to."""
 
@@ -186,8 +246,16 @@ class _Sink:
         StageResult(ok=False, error="no"),
         StageResult.model_construct(ok=True, staging_key=None, error=None),
         StageResult.model_construct(ok=1, staging_key="k", error=None),
+        StageResult.model_construct(ok=True, staging_key=7, error=None),
+        StageResult.model_construct(ok=True, staging_key=Unprintable(), error=None),
+        StageResult.model_construct(ok=True, staging_key="k", error="half of it"),
+        StageResult.model_construct(ok=True, staging_key="k", error=None, schema_version=3),
+        StageResult.model_construct(ok=True, staging_key="k", error=None, schema_version=2.0),
+        StageResult.model_construct(staging_key="k"),
+        StageResult.model_construct(ok=False, error=Unprintable()),
+        Unprintable(),
     ],
-    ids=repr,
+    ids=[str(number) for number in range(15)],
 )
 def test_a_failing_or_lying_sink_fails_the_capture_only(
     answer: Any, caplog: pytest.LogCaptureFixture
@@ -199,6 +267,8 @@ def test_a_failing_or_lying_sink_fails_the_capture_only(
     assert (coords.disposition, coords.delta_len, coords.cum_len) == ("capture_failed", 0, 3)
     assert (coords.digest, coords.staging_key) == (None, None)
     assert "capture failed" in caplog.text
+    if isinstance(answer, Exception):
+        assert type(answer).__name__ in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -220,12 +290,15 @@ def test_an_answer_that_cannot_be_read_fails_the_capture_only(payload: Any) -> N
     assert made.complete_call_from_response(begun(made), payload).disposition == "capture_failed"
 
 
-def test_a_broken_adapter_fails_the_capture_only() -> None:
-    """Whatever it raises."""
+@pytest.mark.parametrize("error", [ZeroDivisionError(), Unprintable()], ids=["plain", "no text"])
+def test_a_broken_adapter_fails_the_capture_only(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever it raises, the log says of which type it is."""
 
     class Broken(VLLMCaptureAdapter):
         def extract_extras(self, response_payload: Any) -> Any:
-            raise ZeroDivisionError
+            raise error
 
     made = capture(adapter=Broken())
     answer = {
@@ -233,6 +306,7 @@ def test_a_broken_adapter_fails_the_capture_only() -> None:
         "prompt_token_ids": [1, 2, 3, 4],
     }
     assert made.complete_call_from_response(begun(made), answer).disposition == "capture_failed"
+    assert type(error).__name__ in caplog.text
     with pytest.raises(CaptureError, match="adapter"):
         capture().complete_call_from_response(begun(made), answer)
 
@@ -272,15 +346,36 @@ def test_vllm_answers_of_either_shape() -> None:
         {"token_ids": [5], "logprobs": {"content": [{"token": "x", "logprob": None}]}},
         {"token_ids": [5], "logprobs": {"content": [{"token": "x", "logprob": -9999.0}]}},
         {"token_ids": [5]},
+        {"token_ids": [5], "logprobs": {"content": [{"token": "token_id:6", "logprob": -0.5}]}},
+        {"token_ids": [], "logprobs": {"content": [{"token": "token_id:6", "logprob": -0.5}]}},
         {"message": {"generation_token_ids": [5, 6], "generation_log_probs": [-0.5]}},
         {"message": {"generation_token_ids": [5.0], "generation_log_probs": [-0.5]}},
     ],
     ids=str,
 )
 def test_vllm_generations_that_do_not_add_up(choice: dict[str, Any]) -> None:
-    """Text in place of ids, other counts, no or sentinel log-probs: refused, never padded."""
+    """Text in place of ids, other counts or ids, no or sentinel log-probs: never padded."""
     with pytest.raises(ValueError):
         extract_generation_token_info(choice)
+
+
+def test_ids_that_vllm_gives_twice_must_agree() -> None:
+    """They do, or the capture has failed; text beside ``token_ids`` says nothing."""
+
+    def answer(*names: str) -> dict[str, Any]:
+        content = [{"token": name, "logprob": -0.5} for name in names]
+        choice = {"token_ids": [5, 6], "logprobs": {"content": content}}
+        return {"prompt_token_ids": [1, 2, 3], "choices": [choice]}
+
+    made = capture(adapter=VLLMCaptureAdapter())
+    for names, disposition in (
+        (("token_id:5", "token_id:6"), "staged"),
+        (("a", "token_id:9"), "staged"),
+        (("token_id:5", "token_id:7"), "capture_failed"),
+        (("token_id:6", "token_id:5"), "capture_failed"),
+    ):
+        coords = made.complete_call_from_response(begun(made), answer(*names))
+        assert coords.disposition == disposition
 
 
 def test_megatron_payloads_are_mappings_or_objects() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from capture_server.staging import external_capture
 from capture_server.staging.external_capture import (
     MegatronWorkerCaptureHandler,
     VLLMWorkerCaptureHandler,
@@ -15,10 +17,19 @@ from capture_server.staging.external_capture import (
     open_staged_calls,
 )
 from capture_server.staging.ledger import StoreLedger, open_ledger
+from capture_server.staging.records import RolloutManifest
 from capture_server.stores.memory import MemoryCaptureStore
+from middleware import staging_admission
 from middleware.capture import mark_external_staging_committed, resolve_parent
 from middleware.context import CaptureContext, reset_token_sink, set_token_sink
-from middleware.errors import ConfigurationError, StoreUnavailableError, UnsupportedParameterError
+from middleware.errors import (
+    CallIdConflictError,
+    ConfigurationError,
+    InvalidIdError,
+    StoreUnavailableError,
+    TokenCaptureFrozenError,
+    UnsupportedParameterError,
+)
 from middleware.lineage import InMemoryLineageStore
 from middleware.protocols import LineageMatch, LineageResolution
 from middleware.records import ParentResolutionStatus, TokenIds
@@ -182,6 +193,155 @@ async def test_an_acknowledgement_for_another_call_is_refused(context: CaptureCo
     assert context.committed
 
 
+@pytest.mark.parametrize("field", ["weight_version", "delta_len"])
+async def test_coordinates_beyond_64_bit_are_invalid(
+    ledger: Any, context: CaptureContext, field: str
+) -> None:
+    """No digest can cover them, so no worker of ours said so."""
+    await resolve_parent(USER)
+    wire = Chain().add("a", [1, 2], [3]).model_dump() | {field: 2**64}
+    wire["cum_len"] = wire["delta_len"]
+    context.external_commit_coords = wire
+    await VLLMWorkerCaptureHandler().finalize_response({"id": "resp"})
+    assert await reasons(ledger) == ["invalid_worker_commit_coordinates"]
+
+
+async def reasons(ledger: Any) -> list[str]:
+    manifest = await ledger.manifest("r")
+    assert manifest["records"] == []
+    return [failure["reason"] for failure in manifest["failures"]]
+
+
+async def staged(context: CaptureContext) -> None:
+    """An answer with sound coordinates came."""
+    await resolve_parent(USER)
+    context.external_commit_coords = Chain().add("a", [1, 2], [3])
+    await VLLMWorkerCaptureHandler().finalize_response({"id": "resp"})
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        TokenCaptureFrozenError("late"),
+        CallIdConflictError("other"),
+        StoreUnavailableError("disk"),
+        RuntimeError("x"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+async def test_a_row_that_the_ledger_refuses_is_uncommitted(
+    ledger: Any, context: CaptureContext, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """The worker's coordinates were sound: the reason does not blame them."""
+
+    async def refuse(commit: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(ledger, "record", refuse)
+    await staged(context)
+    assert await reasons(ledger) == ["request_finished_without_staged_coordinates"]
+
+
+async def test_a_row_after_a_freeze_is_uncommitted(context: CaptureContext) -> None:
+    """The real fence of a store."""
+    store = MemoryCaptureStore()
+    context.lineage_store = ledger = StoreLedger(store)  # type: ignore[assignment]
+    await resolve_parent(USER)
+    await ledger.record_failure("r", "z", "worker_capture_failed")
+    await store.freeze("r")
+    context.external_commit_coords = Chain().add("a", [1, 2], [3])
+    await VLLMWorkerCaptureHandler().finalize_response({"id": "resp"})
+    assert await reasons(ledger) == [
+        "worker_capture_failed", "request_finished_without_staged_coordinates",
+    ]  # fmt: skip
+
+
+async def never(*args: Any, **more: Any) -> Any:
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("stuck", ["resolve", "has_rows", "record_failure"])
+async def test_a_ledger_that_hangs_fails_the_call_in_time(
+    context: CaptureContext, monkeypatch: pytest.MonkeyPatch, stuck: str
+) -> None:
+    """Before dispatch, whichever of its answers is missing."""
+    ledger = InMemoryLineageStore()
+    context.lineage_store = ledger
+    if stuck == "record_failure":
+        await ledger.record_failure("r", "z", "worker_capture_failed")
+    monkeypatch.setattr(ledger, stuck, never)
+    monkeypatch.setattr(staging_admission, "_LEDGER_TIMEOUT_S", 0.01)
+    with pytest.raises(StoreUnavailableError, match="no answer in"):
+        await resolve_parent([*USER, SAID, *USER])
+    assert context.capture_admission is None
+
+
+async def test_a_row_that_hangs_becomes_a_failure_in_time(
+    ledger: Any, context: CaptureContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer goes out, and its rollout is masked."""
+    monkeypatch.setattr(ledger, "record", never)
+    monkeypatch.setattr(external_capture, "_RECORD_TIMEOUT_S", 0.01)
+    await staged(context)
+    assert await reasons(ledger) == ["request_finished_without_staged_coordinates"]
+
+
+async def test_a_ledger_that_hangs_altogether_leaves_a_hole(
+    context: CaptureContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The capture store's own mark takes over."""
+    ledger, store = InMemoryLineageStore(), MemoryCaptureStore()
+    context.lineage_store, context.token_sink = ledger, store
+    monkeypatch.setattr(ledger, "record", never)
+    monkeypatch.setattr(ledger, "record_failure", never)
+    monkeypatch.setattr(external_capture, "_RECORD_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(external_capture, "_FAILURE_TIMEOUT_S", 0.01)
+    await staged(context)
+    status = await store.status("r")
+    codes = [reason.code for reason in status.incomplete_reasons]
+    assert codes == ["request_finished_without_staged_coordinates"]
+
+
+@pytest.mark.parametrize("handler", [VLLMWorkerCaptureHandler(), MegatronWorkerCaptureHandler()])
+@pytest.mark.parametrize("admitted", [True, False])
+async def test_an_agent_never_admits_itself(
+    ledger: Any, context: CaptureContext, handler: Any, admitted: bool
+) -> None:
+    """Neither backend's admission, nor a prefix, whether or not the call is admitted."""
+    if admitted:
+        await resolve_parent(USER)
+    prepared = handler.prepare_request(
+        {
+            "messages": USER,
+            "ng_capture": {"rollout_id": "stolen"},
+            "offload_params": {"x": 1, "ng_capture": {"rollout_id": "stolen"}},
+            "required_prefix_token_ids": [1],
+        }
+    )
+    assert "stolen" not in str(prepared)
+    assert "required_prefix_token_ids" not in prepared
+    assert prepared["offload_params"]["x"] == 1
+    assert ("'rollout_id': 'r'" in str(prepared)) is admitted
+
+
+async def test_ids_and_reasons_in_both_ledgers(ledger: Any) -> None:
+    """Refused alike where they are invalid, and never empty in a manifest."""
+    for bad in ("../x", "", "-a"):
+        for ask in (ledger.manifest, ledger.has_rows, ledger.retire, ledger.delete):
+            with pytest.raises(InvalidIdError):
+                await ask(bad)
+        with pytest.raises(InvalidIdError):
+            await ledger.record_failure(bad, "a", "x")
+    with pytest.raises(InvalidIdError):
+        await ledger.record_failure("r", "../x", "x")
+    await ledger.record_failure("r", "a", "")
+    await ledger.record_failure("r", "", "worker_capture_failed")
+    manifest = RolloutManifest.model_validate(await ledger.manifest("r"))
+    assert [(f.model_call_id, f.reason) for f in manifest.failures] == [
+        ("a", "marked_incomplete"), ("unknown", "worker_capture_failed"),
+    ]  # fmt: skip
+
+
 async def test_megatron_takes_one_choice(ledger: Any, context: CaptureContext) -> None:
     """``n`` above 1 is refused; 1 and nothing pass."""
     await resolve_parent(USER)
@@ -197,7 +357,7 @@ def test_everything_that_names_tokens_is_stripped(context: CaptureContext) -> No
     """Wherever engines put it, and only that."""
     hidden = ("prompt_token_ids", "generation_token_ids", "generation_log_probs",
               "routed_experts", "token_ids", "logprobs", "compact_prompt_token_ids")  # fmt: skip
-    tokens = {name: [1] for name in hidden}
+    tokens: dict[str, Any] = {name: [1] for name in hidden} | {"ng_commit_coords": {"b": 2}}
     answer = {
         **tokens, "id": "x", "ng_commit_coords": {"a": 1}, "usage": {"prompt_tokens": 1},
         "choices": [{**tokens, "index": 0, "message": {**tokens, "content": "x"}}, 5],

@@ -35,6 +35,8 @@ FREE_ROW = {"response_id", "admitted_at", "output_fingerprint", "continuation_fi
 FREE_RECEIPT = {"reward", "terminal_selection", "terminal_attribution_reason"}
 ROW_FIELDS = sorted(set(CallRecord.model_fields) - FREE_ROW)
 RECEIPT_FIELDS = sorted(set(RolloutReceipt.model_fields) - FREE_RECEIPT)
+DEFAULTED = {"schema_version", "digest_version", "extras_digest_version", "manifest",
+             "capture_poisoned", "failure_reason", "mode", "extras_digest"}  # fmt: skip
 SNAPSHOT_FIELDS = sorted(StagedCallBaseSnapshot.model_fields)
 
 
@@ -96,6 +98,32 @@ def test_the_untouched_rollout_passes() -> None:
     assert row.link_spans == [("a", 2, 1), ("b", 1, 2), ("c", 2, 1)]
     assert (row.prompt_len, row.weight_versions) == (2, [1, 2, 2])
     assert [(s.start, s.end) for s in row.weight_version_spans] == [(0, 3), (3, 6), (6, 9)]
+
+
+def test_half_built_objects_are_refused_with_a_code() -> None:
+    """Whatever one field of one object lacks, and whatever stands in for an object."""
+    for kind in range(3):
+        for name in [RECEIPT_FIELDS, ROW_FIELDS, SNAPSHOT_FIELDS][kind]:
+            receipt, rows, snapshots = forms(three_calls())
+            form = [receipt, rows[1], snapshots[1]][kind]
+            if form.pop(name, None) is None or name in DEFAULTED:
+                continue
+            with pytest.raises(ReceiptVerificationError) as caught:
+                judged(receipt, rows, snapshots)
+            assert caught.value.code in CODES or caught.value.code.startswith("wrong_")
+    sound, staged = three_calls().receipt("c"), three_calls().snapshots()
+    calls: list[tuple[Any, Any]] = [
+        (None, staged), ({}, staged), (sound, None), (sound, [None] * 3), (sound, [{}] * 3),
+        (sound.model_copy(update={"manifest": None}), staged),
+        (sound.model_copy(update={"manifest": 3}), staged),
+        (sound.model_copy(update={"manifest": [None]}), staged),
+    ]  # fmt: skip
+    for receipt_given, snapshots_given in calls:
+        with pytest.raises(ReceiptVerificationError) as caught:
+            verify_and_linearize(receipt_given, snapshots_given)
+        assert caught.value.code in CODES
+    with pytest.raises(ReceiptVerificationError, match="invalid_snapshot"):
+        linearize("r", [None], sound.manifest[:1])  # type: ignore[list-item]
 
 
 @given(st.data())

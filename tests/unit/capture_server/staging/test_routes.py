@@ -43,6 +43,16 @@ def test_values_are_a_sequence_over_one_array() -> None:
         values.array[0, 0, 0] = 9
 
 
+def test_unsigned_indices_never_wrap() -> None:
+    """Beyond 63 bit they are refused, not read as negative; small ones pass."""
+    assert decode_routed_experts(
+        encode_routed_experts(np.array([[[7]]], dtype=np.uint64), dtype="int8")  # type: ignore[arg-type]
+    ).values == [[[7]]]
+    for index in (2**63, 2**64 - 1):
+        with pytest.raises(ValueError, match="63 bit"):
+            encode_routed_experts(np.array([[[index]]], dtype=np.uint64), dtype="int8")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     "payload",
     [
