@@ -105,7 +105,10 @@ def main() -> None:
     parser.add_argument("--weight-version", type=int, default=7)
     given = parser.parse_args()
     worker = StagingWorker(
-        DemoEngine(), DirectoryStaging(given.staging), given.sampled, given.weight_version
+        DemoEngine(token_delay_s=0.001),
+        DirectoryStaging(given.staging),
+        given.sampled,
+        given.weight_version,
     )
     uvicorn.run(worker, host="127.0.0.1", port=given.port, log_level="warning")
 
