@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable
-from typing import Annotated, Any, Final
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Annotated, Any, Final, Protocol, runtime_checkable
 
 import anyio.to_thread
 from fastapi import APIRouter, FastAPI, Path, Query, Request, Security
@@ -44,6 +44,7 @@ from capture_server.store_rpc_models import (
     ResolveRequest,
     StoredBody,
 )
+from capture_server.stores.fold import RolloutFold
 from middleware.canonical import loads_exact
 from middleware.errors import InvalidInputError, InvalidRecordError, StoreError
 from middleware.lineage.matching import LOOKUP_ERROR
@@ -70,9 +71,25 @@ _ARRAYS: Final = ("prompt_token_ids", "generation_token_ids", "generation_log_pr
 _Identifier = Annotated[str, Path(min_length=1, max_length=MAX_ID_LENGTH, pattern=ID_PATTERN)]
 _Durable = Annotated[bool, Query(description="answer when the intent is on disk")]
 _Reason = Annotated[str, Query(max_length=1000, description="why nothing was generated")]
+_Attempt = Annotated[
+    str | None,
+    Query(max_length=200, description="close the intent of this attempt or none (a late cancel)"),
+]
 _IfOpen = Annotated[
     bool, Query(description="store only while the intent of this call is open (a late replay)")
 ]
+
+
+@runtime_checkable
+class _CancelsAttempts(Protocol):
+    async def cancel_attempt(
+        self, rollout_id: str, model_call_id: str, attempt: str, reason: str = ""
+    ) -> None: ...
+
+
+@runtime_checkable
+class _CanLook(Protocol):
+    async def look(self, rollout_id: str, view: Callable[[RolloutFold], bool]) -> bool: ...
 
 
 class _StoreRpc:
@@ -107,10 +124,18 @@ class _StoreRpc:
         return IntentBody(first_call=ticket.first_call, durable=is_durable)
 
     async def cancel_intent(
-        self, rollout_id: _Identifier, model_call_id: _Identifier, reason: _Reason = ""
+        self,
+        rollout_id: _Identifier,
+        model_call_id: _Identifier,
+        reason: _Reason = "",
+        attempt: _Attempt = None,
     ) -> CancelledBody:
         """Close the intent of a call of which nothing generated reached the client."""
-        await self._store.cancel_call(rollout_id, model_call_id, reason)
+        if attempt is None:
+            await self._store.cancel_call(rollout_id, model_call_id, reason)
+        elif isinstance(self._store, _CancelsAttempts):
+            await self._store.cancel_attempt(rollout_id, model_call_id, attempt, reason)
+        # Else it stays open: masked without need rather than another attempt's call lost.
         return CancelledBody()
 
     async def put_entries(
@@ -135,12 +160,24 @@ class _StoreRpc:
             status = await self._store.status(rollout_id)
             is_open = model_call_id in status.open_intents
             if status.state in ("open", "unknown") and not is_open:
-                return StoredBody(stored=False)
+                # A record of that id is compared: the same is a no-op, another one masks.
+                ids = [entry.model_call_id for entry in entries]
+                if not await self._is_any_stored(rollout_id, ids):
+                    return StoredBody(stored=False)
         if [entry.model_call_id for entry in entries] == [model_call_id]:
             await self._store.put(entries[0])
         else:
             await self._store.put_choices(entries, model_call_id)
         return StoredBody(stored=True)
+
+    async def _is_any_stored(self, rollout_id: str, ids: Sequence[str]) -> bool:
+        def view(fold: RolloutFold) -> bool:
+            known = (fold.calls.get(each) for each in ids)
+            return any(call is not None and call.payload is not None for call in known)
+
+        if not isinstance(self._store, _CanLook):
+            return False
+        return await self._store.look(rollout_id, view)
 
     async def note_delivery(
         self, rollout_id: _Identifier, model_call_id: _Identifier, body: NotesRequest

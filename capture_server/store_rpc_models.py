@@ -70,8 +70,9 @@ class EntriesRequest(_Request):
 class StoredBody(BaseModel):
     """Whether the records are durable and visible.
 
-    False: ``if_open``, and the intent was closed; or ``error`` says what the records lack (a
-    body of the right form can still hold no record, or one that belongs elsewhere).
+    False: ``if_open``, the intent was closed and no record is there; or ``error`` says what
+    the records lack (a body of the right form can still hold no record, or one that belongs
+    elsewhere).
     """
 
     stored: bool

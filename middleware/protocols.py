@@ -75,7 +75,8 @@ class CallIntent:
     ``observed`` is False for a request whose answer we cannot read (``unobserved_path``).
     ``holder`` names the process that serves the call ("" = the one that writes the intent).
     ``attempt``: the same id with the same non-empty attempt is the same intent sent again after
-    a lost answer, and changes nothing.
+    a lost answer, and changes nothing; if it was cancelled meanwhile it is open again. "" = the
+    store makes one. Whoever names it cancels it himself when he gives up after a failure.
     """
 
     rollout_id: str

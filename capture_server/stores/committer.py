@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from capture_server.stores.decisions import Decision, decide_cancel, decide_incomplete
+from capture_server.stores.directories import Directories
 from capture_server.stores.filesystem import FileSystem
 from capture_server.stores.fold import RolloutFold
 from capture_server.stores.journal import Cancel, Incomplete, Record
@@ -48,6 +49,7 @@ class Committer:
         self.failure: str | None = None  # why the last write or sync failed; None: it did not
         self.owed = OwedRecords(self._retry_owed, spill)
         self._fs = fs
+        self._directories = Directories(fs)
         self._clock = clock
         self._pid = os.getpid()
         self._lanes = Lanes(self._run, max_threads=max_threads)
@@ -62,6 +64,7 @@ class Committer:
             clock=self._clock,
             statistics=self.statistics,
             while_waiting=self._lanes.blocked,
+            directories=self._directories,
         )
 
     def path_for(self, rollout_id: str) -> Path:
@@ -120,8 +123,8 @@ class Committer:
             with self._cache.use(rollout_id) as journal:
                 self._write_batch(journal, ready, owed)
                 self._sync_batch(journal, ready, owed)
-        except Exception as exc:  # noqa: BLE001 - the callers must hear of it, whatever it is
-            self._fail(rollout_id, ready, exc, written=False)
+        except BaseException as exc:  # noqa: BLE001 - the callers must hear of it, whatever it is
+            self._fail(rollout_id, ready, as_error(exc), written=False)
 
     def _write_batch(
         self, journal: JournalFile, batch: Sequence[Operation], owed: Sequence[Record]
@@ -173,7 +176,9 @@ class Committer:
             shown = operation.visible.done()
             if operation.error is None:
                 owed = operation.owed_unsynced if written and shown else operation.owed_unwritten
-                self.owed.add(rollout_id, owed)
+            else:
+                owed = operation.owed_refused  # its error came with records that are lost, too
+            self.owed.add(rollout_id, owed)
             operation.error = exc
             operation.complete()
         self.statistics.unsaved_marks = len(self.owed)
@@ -191,11 +196,16 @@ def _prepared(operation: Operation) -> bool:
         return True
     try:
         operation.prepare()
-    except Exception as exc:  # noqa: BLE001 - the caller must hear of it, whatever it is
-        operation.error = exc
+    except BaseException as exc:  # noqa: BLE001 - the caller must hear of it, whatever it is
+        operation.error = as_error(exc)
         operation.complete()
         return False
     return True
+
+
+def as_error(exc: BaseException) -> Exception:
+    """What a caller is told: a ``SystemExit`` of a lane's thread must not end the caller's."""
+    return exc if isinstance(exc, Exception) else StoreError(f"the operation was ended by {exc!r}")
 
 
 def decide_owed(fold: RolloutFold, record: Any) -> Decision:
@@ -203,4 +213,4 @@ def decide_owed(fold: RolloutFold, record: Any) -> Decision:
     if isinstance(record, Incomplete):
         return decide_incomplete(fold, record)
     assert isinstance(record, Cancel)
-    return decide_cancel(fold, record)
+    return decide_cancel(fold, record, exact=True)

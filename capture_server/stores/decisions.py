@@ -51,7 +51,10 @@ def decide_intent(fold: RolloutFold, intent: Intent) -> Decision:
         return Decision(error=refusal)
     known = fold.calls.get(intent.call)
     if known is not None and known.attempt and known.attempt == intent.attempt:
-        return Decision()  # sent again after a lost answer: written before any fence
+        if not known.cancelled:
+            return Decision()  # sent again after a lost answer: written before any fence
+        if not fold.closing:
+            return Decision([intent])  # closed meanwhile, but its call is made after all
     if fold.closing:
         return Decision(
             error=TokenCaptureFrozenError(
@@ -68,12 +71,19 @@ def decide_intent(fold: RolloutFold, intent: Intent) -> Decision:
     return Decision([intent])
 
 
-def decide_cancel(fold: RolloutFold, cancel: Cancel) -> Decision:
-    """Close an open intent; anything else leaves the state as it is."""
+def decide_cancel(fold: RolloutFold, cancel: Cancel, *, exact: bool = False) -> Decision:
+    """Close an open intent; anything else leaves the state as it is.
+
+    A cancel that names an attempt closes no other one. ``exact``: it comes late (owed or
+    spilled), so that without a name it may close only an intent that has none either.
+    """
     if fold.frozen is not None or fold.retired is not None:
         return Decision(late=True)
     call = fold.calls.get(cancel.call)
-    return Decision([cancel] if call is not None and call.open else [])
+    if call is None or not call.open:
+        return Decision()
+    is_meant = call.attempt == cancel.attempt or not (exact or cancel.attempt)
+    return Decision([cancel] if is_meant else [])
 
 
 def decide_put(fold: RolloutFold, entries: Sequence[Entry], at: float) -> Decision:

@@ -22,9 +22,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from capture_server.stores import housekeeping
+from capture_server.stores.attempts import OpenAttempts, new_attempt
 from capture_server.stores.committer import Committer
 from capture_server.stores.decisions import (
     Decision,
@@ -53,12 +54,19 @@ from capture_server.stores.operations import FileIntentTicket, Operation, Outcom
 from capture_server.stores.spill import SpillLog
 from capture_server.stores.statistics import StoreStatistics
 from capture_server.stores.views import FrozenView, StoredEntries, slim_packed
+from middleware._lazy import lazy_attributes
 from middleware.errors import InvalidInputError, StoreUnavailableError
 from middleware.paths import validate_call_id, validate_rollout_id
 from middleware.protocols import CallIntent, RolloutStatus, TokenCaptureSnapshot
 from middleware.records import TokenEntry, payload_digest
 
-__all__ = ["TokenCaptureStore", "make_token_store", "validate_rollout_id"]
+if TYPE_CHECKING:
+    from capture_server.stores.lineage import FileLineageStore
+
+__all__ = ["FileLineageStore", "TokenCaptureStore", "make_token_store", "validate_rollout_id"]
+
+# Where the seed's users look for it; it imports this module, so it comes when it is asked for.
+__getattr__ = lazy_attributes(__name__, {"FileLineageStore": "capture_server.stores.lineage"})
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +103,7 @@ class TokenCaptureStore:
             max_open_files=max_open_files,
             spill=spill,
         )
+        self._attempts = OpenAttempts()
         self._housekeeper = housekeeping.Housekeeper(self._root, self._fs)
 
     @property
@@ -135,12 +144,20 @@ class TokenCaptureStore:
             request_digest=intent.request_digest,
             observed=intent.observed,
             holder=intent.holder or current_holder(),
-            attempt=intent.attempt,
+            attempt=intent.attempt or new_attempt(),
         )
+        cancel = Cancel(call=call, reason=STORE_FAILURE, at=at, attempt=record.attempt)
+        owed: list[Record] = []
 
         def step(journal: JournalFile) -> bool:
             first_call = journal.fold.first_call(record.request_digest)
-            self._apply(journal, decide_intent(journal.fold, record), call)
+            decision = decide_intent(journal.fold, record)
+            self._apply(journal, decision, call)
+            # From here on it may be in the file. An attempt that the caller named may be taken
+            # by another worker when it is sent again: only the caller knows that it is over.
+            if decision.records and not intent.attempt:
+                owed.append(cancel)
+            self._attempts.opened(journal.rollout_id, call, record.attempt)
             return first_call
 
         lost = "the intent of this call could not be brought to disk"
@@ -148,16 +165,29 @@ class TokenCaptureStore:
             step=step,
             creates=True,
             visible_early=True,
-            owed_unwritten=[Cancel(call=call, reason=STORE_FAILURE, at=at)],
+            owed_unwritten=owed,
             owed_unsynced=[Incomplete(code=STORE_FAILURE, call=call, detail=lost, at=at)],
         )
 
     async def cancel_call(self, rollout_id: str, model_call_id: str, reason: str = "") -> None:
         """Close an intent of which nothing generated reached the client; durable on return."""
-        cancel = Cancel(call=validate_call_id(model_call_id), reason=reason, at=self._clock())
+        attempt = self._attempts.closed(rollout_id, model_call_id)
+        await self._cancel(rollout_id, model_call_id, attempt, reason, exact=False)
+
+    async def cancel_attempt(
+        self, rollout_id: str, model_call_id: str, attempt: str, reason: str = ""
+    ) -> None:
+        """``cancel_call`` that comes late: it closes the intent of this attempt or none."""
+        await self._cancel(rollout_id, model_call_id, attempt, reason, exact=True)
+
+    async def _cancel(
+        self, rollout_id: str, model_call_id: str, attempt: str, reason: str, *, exact: bool
+    ) -> None:
+        call = validate_call_id(model_call_id)
+        cancel = Cancel(call=call, reason=reason, at=self._clock(), attempt=attempt)
 
         def step(journal: JournalFile) -> None:
-            self._apply(journal, decide_cancel(journal.fold, cancel), cancel.call)
+            self._apply(journal, decide_cancel(journal.fold, cancel, exact=exact), call)
 
         await self._done(rollout_id, Operation(step=step, owed_unwritten=[cancel]))
 
@@ -185,7 +215,9 @@ class TokenCaptureStore:
         for entry, _ in entries:
             validate_call_id(entry.model_call_id)
         call, at = entries[-1][1], self._clock()
+        self._attempts.closed(entries[0][0].rollout_id, call)
         records: list[Entry] = []
+        refused: list[Record] = []
 
         def pack() -> None:
             for entry, closes in entries:
@@ -200,7 +232,7 @@ class TokenCaptureStore:
 
         def step(journal: JournalFile) -> None:
             decision = decide_put(journal.fold, records, at)
-            self._apply(journal, decision, call)
+            self._apply(journal, decision, call, refused)
             self._committer.statistics.put_records += len(decision.records)
 
         lost = "the record of this call could not be brought to disk"
@@ -209,6 +241,7 @@ class TokenCaptureStore:
             step=step,
             creates=True,
             owed_unwritten=[Incomplete(code=STORE_FAILURE, call=call, detail=lost, at=at)],
+            owed_refused=refused,
         )
 
     async def note_delivery(
@@ -312,9 +345,9 @@ class TokenCaptureStore:
         """Clear a rollout unconditionally: an ``Outcome[bool]``, True if there was anything."""
 
         def step(journal: JournalFile) -> bool:
-            self._committer.owed.forget(rollout_id)
             existed = journal.fold.state != "unknown"
             journal.remove()
+            self._committer.owed.forget(rollout_id)  # what failed above still owes its marks
             return existed
 
         return Outcome[bool](self._submit(rollout_id, Operation(step=step, removes=True)).done)
@@ -417,10 +450,13 @@ class TokenCaptureStore:
         ``owed`` is what the rollout must get later if the disk refuses.
         """
 
-        def step(journal: JournalFile) -> None:
-            self._apply(journal, rule(journal.fold), call)
+        refused: list[Record] = []
 
-        await self._done(rollout_id, Operation(step=step, creates=True, owed_unwritten=owed))
+        def step(journal: JournalFile) -> None:
+            self._apply(journal, rule(journal.fold), call, refused)
+
+        operation = Operation(step=step, creates=True, owed_unwritten=owed, owed_refused=refused)
+        await self._done(rollout_id, operation)
 
     async def look(self, rollout_id: str, view: Callable[[RolloutFold], T]) -> T:
         """What ``view`` makes of the current state; it must copy what it returns."""
@@ -446,8 +482,17 @@ class TokenCaptureStore:
     async def _done(self, rollout_id: str, operation: Operation) -> Any:
         return await asyncio.wrap_future(self._submit(rollout_id, operation).done)
 
-    def _apply(self, journal: JournalFile, decision: Decision, call: str) -> None:
-        """Append the decision's records, count what must be seen, raise its error."""
+    def _apply(
+        self,
+        journal: JournalFile,
+        decision: Decision,
+        call: str,
+        refused: list[Record] | None = None,
+    ) -> None:
+        """Append the decision's records, count what must be seen, raise its error.
+
+        ``refused`` gets what comes with an error and must not be lost with it.
+        """
         if decision.late:
             self._committer.statistics.late_records += 1
             logger.warning(
@@ -459,6 +504,8 @@ class TokenCaptureStore:
             )
         if decision.error is not None and decision.records:
             self._committer.statistics.conflicts += 1
+            if refused is not None:
+                refused.extend(decision.records)
         journal.apply(decision)
 
 

@@ -78,12 +78,13 @@ class FileSystem:
         os.unlink(path)  # noqa: PTH108 - the one system call
 
     def make_directory(self, path: Path) -> None:
-        """Create it and its parents.
+        """Create it in its parent.
 
         Raises:
             FileExistsError: it is there already.
+            FileNotFoundError: its parent is not.
         """
-        path.mkdir(mode=0o700, parents=True)
+        path.mkdir(mode=0o700)
 
     def size_and_inode(self, fd: int) -> tuple[int, int]:
         """Of the open file."""

@@ -70,7 +70,7 @@ class Header:
 class Intent:
     """``holder`` names the process that serves the call (see ``holders``).
 
-    ``attempt`` names the request that wrote it, where it may come twice (``CallIntent``).
+    ``attempt`` names the ``open_intent`` that wrote it ("" in old journals; ``attempts``).
     """
 
     TYPE: ClassVar[str] = "intent"
@@ -84,12 +84,16 @@ class Intent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cancel:
-    """Closes an intent of which nothing generated reached the client."""
+    """Closes an intent of which nothing generated reached the client.
+
+    ``attempt``: the intent that is meant; "" is whichever is open.
+    """
 
     TYPE: ClassVar[str] = "cancel"
     call: str
     reason: str = ""
     at: float = 0.0
+    attempt: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from capture_server.stores.decisions import Decision
+from capture_server.stores.directories import Directories
 from capture_server.stores.filesystem import FileSystem
 from capture_server.stores.fold import RolloutFold
 from capture_server.stores.journal import (
@@ -56,6 +57,7 @@ class JournalFile:
         while_waiting: Callable[[], contextlib.AbstractContextManager[None]] = (
             contextlib.nullcontext
         ),
+        directories: Directories | None = None,
     ) -> None:
         self.path = path
         self.rollout_id = rollout_id
@@ -63,6 +65,7 @@ class JournalFile:
         self._clock = clock
         self._statistics = statistics
         self._while_waiting = while_waiting
+        self._directories = directories or Directories(fs)
         self._fd: int | None = None
         self._trusted = True  # False after a failed sync
         self._pending = bytearray()  # lines of this batch, already folded, not yet written
@@ -134,8 +137,17 @@ class JournalFile:
             self._forget_unwritten()
             raise
         finally:
-            if self._fd is not None:
+            self._release()
+
+    def _release(self) -> None:
+        if self._fd is None:
+            return
+        try:
+            with self._translated("unlock"):
                 self._fs.unlock(self._fd)
+        except StoreUnavailableError:
+            self.close()  # the kernel's lock goes with the descriptor
+            raise
 
     def _acquire(self, *, create: bool) -> None:
         while True:
@@ -166,21 +178,13 @@ class JournalFile:
             self._forget()
             if not create:
                 return False
-            self._make_directory()
+            self._directories.make(self.path.parent)
             self._fd = self._fs.open(self.path, create=True)
             return True
         # An inode number may be reused; the header's uid may not.
         if self._fs.read(self._fd, 0, len(self._known.header)) != self._known.header:
             self._forget()
         return True
-
-    def _make_directory(self) -> None:
-        directory = self.path.parent
-        try:
-            self._fs.make_directory(directory)
-        except FileExistsError:
-            return
-        self._fs.sync_directory(directory.parent)
 
     # --- reading -----------------------------------------------------------------------------
 
@@ -308,7 +312,7 @@ class JournalFile:
             with self._translated("sync"):
                 self._fs.sync(self._fd)
                 if not self._directory_synced:
-                    self._fs.sync_directory(self.path.parent)
+                    self._sync_names()
         except StoreUnavailableError:
             self._trusted = False
             raise
@@ -331,9 +335,9 @@ class JournalFile:
 
     def remove(self) -> bool:
         """Unlink the file, durably; False if there was none. Call under ``locked``."""
-        self._pending.clear()
         if self._fd is None:
             return False
+        # Lines of this batch stay pending: where the unlink fails, they are not taken for written.
         with self._translated("remove"):
             self._fs.unlink(self.path)
             # After the unlink the lock guards a file that nobody can find any more.
@@ -394,8 +398,13 @@ class JournalFile:
             pass
         self._synced = self._known.end
         # Directory sync after the rename: without it a crash may bring the old file back.
-        self._fs.sync_directory(self.path.parent)
+        self._sync_names()
         self._directory_synced = True
+
+    def _sync_names(self) -> None:
+        """The file's own and those of the directories above it."""
+        self._fs.sync_directory(self.path.parent)
+        self._directories.sync_name(self.path.parent)
 
     @contextlib.contextmanager
     def _translated(self, action: str) -> Iterator[None]:

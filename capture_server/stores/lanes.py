@@ -10,6 +10,7 @@ It does not know what a job is; ``work(key, jobs)`` must not raise.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections import deque
@@ -18,6 +19,7 @@ from typing import Final, Generic, TypeVar
 
 from middleware.errors import StoreClosedError
 
+logger = logging.getLogger(__name__)
 Job = TypeVar("Job")
 
 _IDLE_S: Final = 5.0  # a thread without work for so long ends; the next job starts a new one
@@ -83,6 +85,9 @@ class Lanes(Generic[Job]):
             key, jobs = turn
             try:
                 self._work(key, jobs)
+            except BaseException:
+                # The thread goes on: other rollouts wait for it.
+                logger.critical("a job of %s broke its promise not to raise", key, exc_info=True)
             finally:
                 with self._condition:
                     self._running.discard(key)

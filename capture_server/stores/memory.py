@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from capture_server.stores.attempts import new_attempt
 from capture_server.stores.decisions import (
     Decision,
     choice_groups,
@@ -95,7 +96,7 @@ class MemoryCaptureStore:
             request_digest=intent.request_digest,
             observed=intent.observed,
             holder=intent.holder or current_holder(),
-            attempt=intent.attempt,
+            attempt=intent.attempt or new_attempt(),
         )
         with self._lock:
             rollout = self._get(intent.rollout_id)
@@ -113,6 +114,16 @@ class MemoryCaptureStore:
         with self._lock:
             rollout = self._get(rollout_id)
             self._apply(rollout, decide_cancel(rollout.fold, cancel))
+
+    async def cancel_attempt(
+        self, rollout_id: str, model_call_id: str, attempt: str, reason: str = ""
+    ) -> None:
+        """``cancel_call`` that comes late: it closes the intent of this attempt or none."""
+        call = validate_call_id(model_call_id)
+        cancel = Cancel(call=call, reason=reason, at=self._clock(), attempt=attempt)
+        with self._lock:
+            rollout = self._get(rollout_id)
+            self._apply(rollout, decide_cancel(rollout.fold, cancel, exact=True))
 
     async def put(self, entry: TokenEntry) -> None:
         """See ``TokenSink.put``."""

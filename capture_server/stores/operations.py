@@ -31,8 +31,9 @@ class Operation:
     ``prepare`` runs before the lock is taken (packing); ``step`` under the lock, on the caught-up
     journal; ``finish`` after lock and sync, on the step's value (unpacking).
     ``owed_unwritten``/``owed_unsynced``: records that the rollout must get later if the write or
-    the sync fails. An operation with neither ``writes`` nor ``creates`` reads only; one that
-    ``removes`` may take the file (and its lock) away, so it is the last of its batch.
+    the sync fails; ``owed_refused``: those that came with the step's error (a conflict's mark).
+    The step may fill them. An operation with neither ``writes`` nor ``creates`` reads only; one
+    that ``removes`` may take the file (and its lock) away, so it is the last of its batch.
     """
 
     step: Callable[[JournalFile], Any]
@@ -46,6 +47,7 @@ class Operation:
     visible_early: bool = False
     owed_unwritten: Sequence[Record] = ()
     owed_unsynced: Sequence[Record] = ()
+    owed_refused: Sequence[Record] = ()
     visible: Future[Any] = field(default_factory=_running_future)
     done: Future[Any] = field(default_factory=_running_future)
     value: Any = None

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from capture_server.stores.attempts import OpenAttempts, new_attempt
 from capture_server.stores.decisions import (
     Decision,
     choice_groups,
@@ -118,6 +119,7 @@ class PostgresCaptureStore:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._clock = clock
+        self._attempts = OpenAttempts()
         self._connections = Connections(PostgresTarget(url))
         self._committer = PostgresCommitter(
             self._connections, retry_for_s=retry_for_s, max_cached=max_cached, spill=spill
@@ -158,15 +160,20 @@ class PostgresCaptureStore:
             request_digest=intent.request_digest,
             observed=intent.observed,
             holder=intent.holder or current_holder(),
-            attempt=intent.attempt,
+            attempt=intent.attempt or new_attempt(),
         )
+        cancel = Cancel(call=call, reason=STORE_FAILURE, at=record.at, attempt=record.attempt)
         operation = Operation(
             decide=lambda fold: decide_intent(fold, record),
             value=lambda fold: fold.first_call(record.request_digest),
-            owed=[Cancel(call=call, reason=STORE_FAILURE, at=record.at)],
+            # An attempt that the caller named may be taken elsewhere when it is sent again:
+            # only the caller knows that it is over.
+            owed=[] if intent.attempt else [cancel],
             call=call,
         )
-        return _Ticket(await self._done(intent.rollout_id, operation))
+        first_call = await self._done(intent.rollout_id, operation)
+        self._attempts.opened(intent.rollout_id, call, record.attempt)
+        return _Ticket(first_call)
 
     async def begin_call(self, rollout_id: str, model_call_id: str) -> None:
         """See ``CaptureStore.begin_call``."""
@@ -174,9 +181,22 @@ class PostgresCaptureStore:
 
     async def cancel_call(self, rollout_id: str, model_call_id: str, reason: str = "") -> None:
         """See ``CaptureStore.cancel_call``; durable on return."""
-        cancel = Cancel(call=validate_call_id(model_call_id), reason=reason, at=self._clock())
+        attempt = self._attempts.closed(rollout_id, model_call_id)
+        await self._cancel(rollout_id, model_call_id, attempt, reason, exact=False)
+
+    async def cancel_attempt(
+        self, rollout_id: str, model_call_id: str, attempt: str, reason: str = ""
+    ) -> None:
+        """``cancel_call`` that comes late: it closes the intent of this attempt or none."""
+        await self._cancel(rollout_id, model_call_id, attempt, reason, exact=True)
+
+    async def _cancel(
+        self, rollout_id: str, model_call_id: str, attempt: str, reason: str, *, exact: bool
+    ) -> None:
+        call = validate_call_id(model_call_id)
+        cancel = Cancel(call=call, reason=reason, at=self._clock(), attempt=attempt)
         operation = Operation(
-            decide=lambda fold: decide_cancel(fold, cancel), owed=[cancel], call=cancel.call
+            decide=lambda fold: decide_cancel(fold, cancel, exact=exact), owed=[cancel], call=call
         )
         await self._done(rollout_id, operation)
 
@@ -198,6 +218,7 @@ class PostgresCaptureStore:
         for entry, _ in entries:
             validate_call_id(entry.model_call_id)
         call, at = entries[-1][1], self._clock()
+        self._attempts.closed(rollout_id, call)
         records: list[Entry] = []
 
         def pack() -> None:

@@ -18,7 +18,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
-from capture_server.stores.committer import decide_owed
+from capture_server.stores.committer import as_error, decide_owed
 from capture_server.stores.decisions import Decision
 from capture_server.stores.fold import RolloutFold
 from capture_server.stores.journal import Record
@@ -129,6 +129,15 @@ class PostgresCommitter:
 
     def _run_turn(self, turn: dict[str, list[Operation]]) -> None:
         runs = {rollout: _Run(self, rollout, operations) for rollout, operations in turn.items()}
+        try:
+            self._finish_runs(runs)
+        except BaseException as exc:  # noqa: BLE001 - the callers must hear of it, whatever it is
+            for rollout, run in runs.items():
+                run.fail(as_error(exc))
+                self._turns.release(rollout)
+
+    def _finish_runs(self, runs: dict[str, _Run]) -> None:
+        """Until none is left in ``runs``."""
         wait = _FIRST_WAIT_S
         while runs:
             batches = {rollout: run.batch for rollout, run in runs.items() if run.batch is not None}
@@ -240,6 +249,11 @@ class _Run:
             self._next()
         return False
 
+    def fail(self, exc: Exception) -> None:
+        """Give up all that is left."""
+        while self.batch is not None:
+            self._give_up(exc)
+
     def _give_up(self, exc: Exception) -> bool:
         assert self.batch is not None
         self.batch.abandon()
@@ -286,8 +300,8 @@ def _prepared(operation: Operation) -> bool:
         return True
     try:
         operation.prepare()
-    except Exception as exc:  # noqa: BLE001 - the caller must hear of it, whatever it is
-        operation.error = exc
+    except BaseException as exc:  # noqa: BLE001 - the caller must hear of it, whatever it is
+        operation.error = as_error(exc)
         operation.complete()
         return False
     return True

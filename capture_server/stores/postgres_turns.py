@@ -6,10 +6,13 @@ everything that was queued for it. ``release`` gives a rollout back before its t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Final
 
 from capture_server.stores.lanes import Job, Lanes
+
+logger = logging.getLogger(__name__)
 
 _MOST_PER_TURN: Final = 32
 
@@ -35,7 +38,13 @@ class Turns(Lanes[Job]):
         while (first := self._next_turn()) is not None:
             turn = dict([first])
             self._take_along(turn)
-            self._work_turn(turn)
+            try:
+                self._work_turn(turn)
+            except BaseException:
+                # The thread goes on: other rollouts wait for it.
+                logger.critical("a turn broke its promise not to raise", exc_info=True)
+                for key in turn:
+                    self.release(key)
 
     def _take_along(self, turn: dict[str, list[Job]]) -> None:
         """A fair share of what is ready: the other threads are there for the rest."""

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -28,6 +27,7 @@ from typing import Any, Final, TypeVar
 
 from capture_server import client_requests
 from capture_server.stores import remote_calls as calls
+from capture_server.stores.attempts import OpenAttempts, new_attempt
 from capture_server.stores.fold import STORE_FAILURE
 from capture_server.stores.holders import current_holder
 from capture_server.stores.remote_link import NoAnswerError, SidecarLink
@@ -185,8 +185,7 @@ class HttpTokenSink:
         directory = spill_directory(self._link.server, spill_dir)
         self._spill = SpillLog(directory, max_bytes=max_spill_bytes)
         self._replayer = Replayer(self._link, self._spill)
-        # (rollout, call) of the intents that this process wrote and nothing closed yet.
-        self._open: set[tuple[str, str]] = set()
+        self._open = OpenAttempts()  # the intents that this process wrote
 
     def is_process_shared(self) -> bool:
         """Every process that uses the same sidecar sees the same records."""
@@ -198,7 +197,7 @@ class HttpTokenSink:
             intent,
             created_at=intent.created_at or time.time(),
             holder=intent.holder or current_holder(),
-            attempt=intent.attempt or secrets.token_hex(8),
+            attempt=intent.attempt or new_attempt(),
         )
         call = calls.open_intent(sent)
         await self.send_spilled(intent.rollout_id)
@@ -207,12 +206,11 @@ class HttpTokenSink:
         except NoAnswerError:
             # It may stand over there, and this call will never be made. Where even the local
             # disk fails, it dangles: the rollout is masked without need, never wrongly whole.
+            body = {"reason": STORE_FAILURE, "attempt": sent.attempt}
             with contextlib.suppress(StoreUnavailableError):
-                await self._replayer.keep(
-                    intent.rollout_id, CANCEL, intent.model_call_id, {"reason": STORE_FAILURE}
-                )
+                await self._replayer.keep(intent.rollout_id, CANCEL, intent.model_call_id, body)
             raise
-        self._open.add((intent.rollout_id, intent.model_call_id))
+        self._open.opened(intent.rollout_id, intent.model_call_id, sent.attempt)
         return RemoteIntentTicket(first_call, self._link, self._replayer, sent, durable)
 
     async def begin_call(self, rollout_id: str, model_call_id: str) -> None:
@@ -224,10 +222,22 @@ class HttpTokenSink:
 
     async def cancel_call(self, rollout_id: str, model_call_id: str, reason: str = "") -> None:
         """See ``CaptureStore.cancel_call``; spilled when the sidecar is away."""
-        self._open.discard((rollout_id, model_call_id))
-        reason = reason[:1000]
-        call = calls.cancel_intent(rollout_id, model_call_id, reason)
-        await self._send_or_spill(call, rollout_id, CANCEL, model_call_id, {"reason": reason})
+        attempt = self._open.closed(rollout_id, model_call_id)
+        await self._cancel(rollout_id, model_call_id, attempt or None, reason)
+
+    async def cancel_attempt(
+        self, rollout_id: str, model_call_id: str, attempt: str, reason: str = ""
+    ) -> None:
+        """``cancel_call`` that comes late: it closes the intent of this attempt or none."""
+        await self._cancel(rollout_id, model_call_id, attempt, reason)
+
+    async def _cancel(
+        self, rollout_id: str, model_call_id: str, attempt: str | None, reason: str
+    ) -> None:
+        reason = calls.encodable(reason)[:1000]
+        call = calls.cancel_intent(rollout_id, model_call_id, reason, attempt)
+        body = {"reason": reason, "attempt": attempt or ""}
+        await self._send_or_spill(call, rollout_id, CANCEL, model_call_id, body)
 
     async def put(self, entry: TokenEntry) -> None:
         """See ``TokenSink.put`` and the module."""
@@ -255,12 +265,12 @@ class HttpTokenSink:
         except StoreUnavailableError as exc:
             if (rollout_id, call_id) not in self._open:
                 raise  # without its intent nobody would miss the record: the mark must say it
-            self._open.discard((rollout_id, call_id))
+            self._open.closed(rollout_id, call_id)
             await self._replayer.keep(rollout_id, RECORDS, call_id, form)
             raise StoreUnavailableError(
                 f"{exc}; the record waits in {self._spill.directory} and is sent again"
             ) from exc
-        self._open.discard((rollout_id, call_id))
+        self._open.closed(rollout_id, call_id)
 
     async def note_delivery(
         self, rollout_id: str, model_call_id: str, notes: Mapping[str, Any]
@@ -277,13 +287,14 @@ class HttpTokenSink:
         Raises:
             StoreUnavailableError: the local spill failed, too.
         """
-        call = calls.mark_incomplete(rollout_id, model_call_id, reason[:200], detail[:20_000])
+        reason, detail = calls.encodable(reason)[:200], calls.encodable(detail)[:20_000]
+        call = calls.mark_incomplete(rollout_id, model_call_id, reason, detail)
         waits = self._spill.holds(rollout_id, RECORDS, model_call_id)
         if waits and reason == STORE_FAILURE:
             return  # the record itself waits; until it arrives its open intent says the same
-        body = {"reason": reason[:200], "detail": detail[:20_000]}
+        body = {"reason": reason, "detail": detail}
         await self._send_or_spill(call, rollout_id, MARK, model_call_id, body)
-        self._open.discard((rollout_id, model_call_id))
+        self._open.closed(rollout_id, model_call_id)
 
     async def _send_or_spill(
         self, call: client_requests.Call[Any], rollout_id: str, kind: str, call_id: str, body: Any

@@ -27,6 +27,11 @@ def _path(rollout_id: str, *segments: str) -> str:
     return "/".join(("", ROLLOUT_SEGMENT, rollout_id, CAPTURE_SEGMENT, *segments))
 
 
+def encodable(text: str) -> str:
+    """The text with lone surrogates (which no UTF-8 body or URL holds) as escapes."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
 def open_intent(intent: CallIntent, *, durable: bool = False) -> Call[tuple[bool, bool]]:
     """Write an intent: (first call?, on disk already?)."""
     return Call(
@@ -45,12 +50,15 @@ def open_intent(intent: CallIntent, *, durable: bool = False) -> Call[tuple[bool
     )
 
 
-def cancel_intent(rollout_id: str, call_id: str, reason: str) -> Call[bool]:
-    """Close an intent of which nothing was generated."""
+def cancel_intent(
+    rollout_id: str, call_id: str, reason: str, attempt: str | None = None
+) -> Call[bool]:
+    """Close an intent of which nothing was generated; with ``attempt`` that one or none."""
+    query = {} if attempt is None else {"attempt": attempt}
     return Call(
         method="DELETE",
         path=_path(rollout_id, "intents", validate_call_id(call_id)),
-        query={"reason": reason} if reason else {},
+        query=query | ({"reason": reason} if reason else {}),
         parse=lambda body: bool(body["cancelled"]),
     )
 

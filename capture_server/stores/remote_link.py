@@ -46,7 +46,7 @@ _NOT_NOW: Final = frozenset({502, 503, 504})  # the sidecar's own, or of a gatew
 
 
 class NoAnswerError(StoreUnavailableError):
-    """The request may have been carried out, but no answer says so."""
+    """The request may have been carried out: no answer, or a failure that leaves it open."""
 
 
 class SidecarLink:
@@ -115,7 +115,8 @@ class SidecarLink:
             return kind(f"no answer from the sidecar {self.server}: {reason}"), delay_s
         if answer.status in _NOT_NOW:
             wait_s = None if delay_s is None else wait_before_retry(answer, delay_s) or delay_s
-            return self._failure(call, answer), wait_s
+            # A store whose sync failed may have the line; a gateway knows nothing.
+            return NoAnswerError(str(self._failure(call, answer))), wait_s
         return answer, None
 
     async def _once(self, call: Call[Any], timeout_s: float) -> Answer:

@@ -51,6 +51,7 @@ class Replayer:
         self._spill = spill
         self._sending = asyncio.Lock()  # one item at a time: their order holds
         self._task: asyncio.Task[None] | None = None
+        self._adopting = asyncio.Lock()
         self._adopted = False
         self._closed = False
         self.num_replayed = 0
@@ -66,11 +67,15 @@ class Replayer:
         self._start()
 
     async def adopt(self) -> None:
-        """Once: take over what an earlier process left."""
+        """Once: take over what an earlier process left; nobody goes on before that is known."""
         if self._adopted:
             return
-        self._adopted = True
-        if await asyncio.to_thread(self._spill.adopt):
+        async with self._adopting:
+            if self._adopted:
+                return
+            found = await asyncio.to_thread(self._spill.adopt)
+            self._adopted = True
+        if found:
             self._start()
 
     def _start(self) -> None:
@@ -115,7 +120,8 @@ class Replayer:
                     calls.mark_incomplete(rollout_id, call, body["reason"], body["detail"])
                 )
             elif item.kind == CANCEL:
-                await self._deliver(calls.cancel_intent(rollout_id, call, body["reason"]))
+                attempt = body.get("attempt", "")
+                await self._deliver(calls.cancel_intent(rollout_id, call, body["reason"], attempt))
             else:
                 logger.error("a spilled %r is not understood; it is dropped", item.kind)
         except (StoreUnavailableError, StoreClosedError):

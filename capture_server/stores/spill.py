@@ -17,7 +17,6 @@ It knows nothing of stores and networks: what an item means is its owner's busin
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import os
@@ -28,6 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from capture_server.stores.directories import Directories
 from capture_server.stores.filesystem import FileSystem
 from capture_server.stores.journal import seal, unseal
 from middleware.errors import ConfigurationError, StoreError, StoreUnavailableError
@@ -38,6 +38,7 @@ ENV_DIRECTORY: Final = "TOKEN_CAPTURE_SPILL_DIR"
 DEFAULT_MAX_BYTES: Final = 1 << 30
 
 _SUFFIX: Final = ".spill.jsonl"
+_ASIDE_SUFFIX: Final = ".spill-aside"
 _TYPE: Final = "spilled"
 _CHUNK: Final = 1 << 20
 _REMEDY: Final = f"free some space or set {ENV_DIRECTORY} to a directory on another disk"
@@ -76,6 +77,7 @@ class SpillLog:
         self.failure: str | None = None  # why the last ``add`` failed; None: it did not
         self._max_bytes = max_bytes
         self._fs = fs or FileSystem()
+        self._directories = Directories(self._fs)
         self._io = threading.Lock()  # one write, removal or adoption at a time; held for the disk
         self._lock = threading.Lock()  # guards the list and its items; held for moments
         self._files: list[_SpillFile] = []
@@ -137,9 +139,7 @@ class SpillLog:
         return item
 
     def _new_file(self) -> _SpillFile:
-        with contextlib.suppress(FileExistsError):
-            self._fs.make_directory(self.directory)
-            self._fs.sync_directory(self.directory.parent)
+        self._directories.make(self.directory)
         path = self.directory / f"{secrets.token_hex(8)}{_SUFFIX}"
         file = _SpillFile(path, self._fs.open(path, create=True))
         with self._lock:
@@ -147,6 +147,7 @@ class SpillLog:
         try:
             self._fs.try_lock(file.fd)  # a name that nobody else knows: never refused
             self._fs.sync_directory(self.directory)
+            self._directories.sync_name(self.directory)
         except OSError:
             self._remove(file)
             raise
@@ -241,17 +242,14 @@ class SpillLog:
         except OSError as exc:
             logger.warning("cannot adopt %s: %s", path, exc)
             return 0
-        if not self._fs.try_lock(fd) or self._fs.inode_at(path) != self._fs.size_and_inode(fd)[1]:
-            self._fs.close(fd)  # its process lives, or another one was faster
+        try:
+            file = self._read_file(path, fd)
+        except OSError as exc:
+            logger.error("cannot adopt %s: %s", path, exc)  # noqa: TRY400
+            file = None
+        if file is None:
+            self._fs.close(fd)
             return 0
-        file = _SpillFile(path, fd, size=self._fs.size_and_inode(fd)[0])
-        for start, line in self._lines(fd, file.size):
-            form = unseal(line.rstrip(b"\n"))
-            if form is None or form.get("t") != _TYPE:
-                _report_damage(path, start, line)
-                continue
-            names = (form["rollout_id"], form["kind"], form["call"])
-            file.items[start] = SpilledItem(*names, file, start, len(line))
         with self._lock:
             self._files.append(file)
         if not file.items:
@@ -263,6 +261,45 @@ class SpillLog:
             extra={"action": "spill_adopted", "path": str(path)},
         )
         return len(file.items)
+
+    def _read_file(self, path: Path, fd: int) -> _SpillFile | None:
+        if not self._fs.try_lock(fd) or self._fs.inode_at(path) != self._fs.size_and_inode(fd)[1]:
+            return None  # its process lives, or another one was faster
+        file = _SpillFile(path, fd, size=self._fs.size_and_inode(fd)[0])
+        odd = []
+        for start, line in self._lines(fd, file.size):
+            form = unseal(line.rstrip(b"\n"))
+            if form is None or form.get("t") != _TYPE:
+                _report_damage(path, start, line)
+                continue
+            item = _item(form, file, start, len(line))
+            if item is None:
+                odd.append(line)
+            else:
+                file.items[start] = item
+        if odd:
+            self._set_aside(path, odd)
+        return file
+
+    def _set_aside(self, path: Path, lines: Sequence[bytes]) -> None:
+        """Whole lines that are no item (of another version?) outlive the file that held them."""
+        aside = path.with_name(path.name.removesuffix(_SUFFIX) + _ASIDE_SUFFIX)
+        fd = self._fs.open_temporary(aside)
+        try:
+            view = memoryview(b"".join(lines))
+            while view:
+                view = view[self._fs.write(fd, view) :]
+            self._fs.sync(fd)
+            self._fs.sync_directory(self.directory)
+        finally:
+            self._fs.close(fd)
+        logger.warning(
+            "%d lines of %s are not understood; they are kept in %s",
+            len(lines),
+            path,
+            aside,
+            extra={"action": "spill_set_aside", "path": str(aside)},
+        )
 
     def _lines(self, fd: int, size: int) -> Iterator[tuple[int, bytes]]:
         """Offset and bytes of each line; the last may lack its newline."""
@@ -284,6 +321,13 @@ class SpillLog:
                 self._fs.close(file.fd)
             self._files.clear()
             self._own = None
+
+
+def _item(form: dict[str, Any], file: _SpillFile, start: int, length: int) -> SpilledItem | None:
+    rollout_id, kind, call = (form.get(key) for key in ("rollout_id", "kind", "call"))
+    if not (isinstance(rollout_id, str) and isinstance(kind, str) and isinstance(call, str)):
+        return None
+    return SpilledItem(rollout_id, kind, call, file, start, length) if "body" in form else None
 
 
 def _report_damage(path: Path, start: int, line: bytes) -> None:
