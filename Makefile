@@ -8,7 +8,7 @@ PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test engine bench lint types wheel format clean distclean
+.PHONY: help demo test engine inside bench lint types wheel format clean distclean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | \
@@ -22,7 +22,11 @@ test: $(STAMP) ## Run every test that needs no real engine
 
 engine: $(STAMP) ## Run the suite in front of a real vLLM (installs it: 3.5 GB)
 	@$(BIN)/python tests/engine/prepare.py
-	@$(BIN)/python -m pytest tests/engine $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest tests/engine --ignore=tests/engine/inside $(PYTEST_ARGS)
+
+inside: $(STAMP) ## Run the suite inside a real vLLM (several starts, about ten minutes)
+	@$(BIN)/python tests/engine/prepare.py
+	@$(BIN)/python -m pytest tests/engine/inside $(PYTEST_ARGS)
 
 bench: $(STAMP) ## Measure, in the short form that also asserts
 	@if [ -f tests/bench/__main__.py ]; then $(BIN)/python -m tests.bench --short; \

@@ -47,8 +47,8 @@ _SERVER_ONLY: Final = frozenset(
         "MAX_WAIT_S",
     }
 )
-# Read by a store that speaks to a sidecar.
-_STORE_NAMES: Final = frozenset({"CONTROL_TOKEN", "CONTROL_TOKEN_FILE"})
+# Read by the stores themselves.
+_STORE_NAMES: Final = frozenset({"CONTROL_TOKEN", "CONTROL_TOKEN_FILE", "SPILL_DIR"})
 # They promise agents something that this mode does not do yet; safe values are accepted.
 _NOT_HERE: Final = {"AGENT_TOKENS": ("off",), "REPLAY_RETRIES": ("false", "0", "off", "no")}
 

@@ -68,7 +68,12 @@ def _has_new_system_item(context: CaptureContext) -> bool:
     if context.parent_by == "response_id":
         new = items[1:]  # the answer is not among them; the first may be the instructions
     else:
-        authored = [i for i, item in enumerate(items) if is_model_authored(item)]
+        # Reasoning may be all that is left of an answer.
+        authored = [
+            i
+            for i, item in enumerate(items)
+            if is_model_authored(item) or item.get("type") == "reasoning"
+        ]
         new = items[authored[-1] + 1 :] if authored else items
     return any(item.get("role") in SYSTEM_ROLES for item in new)
 

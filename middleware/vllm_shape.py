@@ -15,7 +15,7 @@ from typing import Any, Final
 from middleware.env_settings import PrefixSupplyMode
 from middleware.errors import ConfigurationError
 
-TESTED_VERSIONS: Final = "0.32.0"
+TESTED_VERSIONS: Final = "0.28.0 and 0.32.0"
 
 _GENERATE: Final = ("prompt", "sampling_params", "request_id")
 _RENDER: Final = ("conversations", "chat_params", "tok_params")

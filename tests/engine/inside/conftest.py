@@ -1,11 +1,14 @@
-"""Fixtures of the suite inside vLLM: one engine per setting of prefix supply, started on demand."""
+"""Fixtures of the suite inside vLLM: one engine per setting of prefix supply, started on demand.
+
+An engine takes 3 GB: only the default one lives as long as the session.
+"""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 
@@ -23,56 +26,62 @@ from tests.engine.inside.rig import (  # noqa: E402
 )
 from tests.engine.rig import MODEL, Process  # noqa: E402
 
-Start = Callable[..., Inside]
+Start = Callable[..., AbstractContextManager[Inside]]
 
 
 @pytest.fixture(scope="session")
 def start_inside(
     tmp_path_factory: pytest.TempPathFactory, logs: Callable[[Process], None]
-) -> Iterator[Start]:
-    """Starts an engine with capture inside, and its control server; all end with the session."""
+) -> Start:
+    """Starts an engine with capture inside, and its control server, for as long as they are used.
+
+    vLLM and this project are installed first if need be.
+    """
     subprocess.run([sys.executable, prepare.__file__], stdin=subprocess.DEVNULL, check=True)
     install_capture()
-    started: list[Process] = []
 
-    def start(directory: Path, settings: dict[str, str], *flags: str) -> Inside:
+    @contextmanager
+    def start(name: str, settings: dict[str, str], *flags: str) -> Iterator[Inside]:
+        directory = tmp_path_factory.mktemp(name)
         store = f"file://{directory / 'store'}"
         engine = InsideEngine(directory, {"STORE": store, **settings}, *flags)
         control = Control(store, directory / "control.log")
-        for process, within_s in ((control, 30), (engine, 180)):
-            logs(process)
-            started.append(process)
-            process.start(within_s=within_s)
-        # The first request compiles kernels; no test should be timed by that.
-        engine.post("/v1/completions", {"model": MODEL, "prompt": "a", "max_tokens": 2})
-        return Inside(engine, control)
+        try:
+            for process, within_s in ((control, 30), (engine, 180)):
+                logs(process)
+                process.start(within_s=within_s)
+            # The first request compiles kernels; no test should be timed by that.
+            engine.post("/v1/completions", {"model": MODEL, "prompt": "a", "max_tokens": 2})
+            yield Inside(engine, control)
+        finally:
+            engine.stop()
+            control.stop()
 
-    yield start
-    for process in started:
-        process.stop()
+    return start
 
 
 @pytest.fixture(scope="session")
-def inside(start_inside: Start, tmp_path_factory: pytest.TempPathFactory) -> Inside:
+def inside(start_inside: Start) -> Iterator[Inside]:
     """Capture inside vLLM with the default settings: prefixes are supplied where provable."""
     probe = ("--middleware", "tests.engine.inside.probe.LoopProbe")
-    return start_inside(tmp_path_factory.mktemp("auto"), {}, *probe)
+    with start_inside("auto", {}, *probe) as started:
+        yield started
 
 
-@pytest.fixture(scope="session")
-def inside_off(start_inside: Start, tmp_path_factory: pytest.TempPathFactory) -> Inside:
+@pytest.fixture(scope="module")
+def inside_off(start_inside: Start) -> Iterator[Inside]:
     """Capture without prefix supply."""
-    return start_inside(tmp_path_factory.mktemp("off"), {"PREFIX_SUPPLY": "off"})
+    with start_inside("off", {"PREFIX_SUPPLY": "off"}) as started:
+        yield started
 
 
-@pytest.fixture(scope="session")
-def inside_require(start_inside: Start, tmp_path_factory: pytest.TempPathFactory) -> Inside:
+@pytest.fixture(scope="module")
+def inside_require(start_inside: Start) -> Iterator[Inside]:
     """Capture that refuses continuations without an exact prefix; with a reasoning parser."""
     settings = {"PREFIX_SUPPLY": "require", "ON_DISCONNECT": "drain"}
-    directory = tmp_path_factory.mktemp("require")
-    return start_inside(
-        directory, settings, *("--reasoning-parser", "deepseek_r1", "--no-enable-prefix-caching")
-    )
+    flags = ("--reasoning-parser", "deepseek_r1", "--no-enable-prefix-caching")
+    with start_inside("require", settings, *flags) as started:
+        yield started
 
 
 @pytest.fixture

@@ -32,7 +32,8 @@ class LoopProbe:
 
     def _reset(self) -> None:
         self.samples = self.ours = 0
-        self.gaps: list[tuple[float, int, int]] = []  # seconds, samples of ours, samples in all
+        # Seconds, samples of ours, samples in all, seconds on the CPU.
+        self.gaps: list[tuple[float, int, int, float]] = []
         self._since_tick = [0, 0]
         self._where: dict[str, int] = {}
 
@@ -63,14 +64,14 @@ class LoopProbe:
         await send({"type": "http.response.body", "body": json.dumps(report).encode()})
 
     async def _tick(self) -> None:
-        before = time.monotonic()
+        before, cpu_before = time.monotonic(), time.thread_time()
         while True:
             await asyncio.sleep(TICK_S)
-            now = time.monotonic()
+            now, cpu = time.monotonic(), time.thread_time()
             ours, seen = self._since_tick
             self._since_tick = [0, 0]
-            self.gaps.append((now - before - TICK_S, ours, seen))
-            before = now
+            self.gaps.append((now - before - TICK_S, ours, seen, cpu - cpu_before))
+            before, cpu_before = now, cpu
 
     def _watch(self) -> None:
         while True:

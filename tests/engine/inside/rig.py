@@ -19,13 +19,24 @@ import httpx
 
 from tests.engine import prepare
 from tests.engine.inside import templates
-from tests.engine.rig import ENGINE_ENV, MODEL, ROOT, Engine, Process, Rollout, free_port
+from tests.engine.rig import (
+    ENGINE_ENV,
+    MODEL,
+    ROOT,
+    Engine,
+    Process,
+    Rollout,
+    _clean_environment,
+    free_port,
+)
 
 CAPTURE = "middleware.vllm.TokenCapture"
 FLAGS = [
     *("--served-model-name", MODEL),
     *("--max-model-len", "2048"),
     *("--max-num-seqs", "32"),
+    # vLLM 0.32 on CPU breaks off when a request with a seed is prefilled in several steps.
+    *("--max-num-batched-tokens", "8192"),
     *("--dtype", "float32"),
     "--enforce-eager",
     "--disable-uvicorn-access-log",
@@ -80,6 +91,10 @@ class InsideEngine(Engine):
         ]
         names = {f"TOKEN_CAPTURE_{name}": value for name, value in settings.items()}
         self.env = ENGINE_ENV | {"VLLM_ENABLE_RESPONSES_API_STORE": "1"} | names
+
+    def environment(self) -> dict[str, str]:
+        """What the process is started with."""
+        return _clean_environment() | self.env
 
     def token_ids(self, text: str) -> list[int]:
         """The tokens of a text, markers included, nothing added."""

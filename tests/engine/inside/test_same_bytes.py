@@ -156,7 +156,7 @@ def joined(stream: list[dict[str, Any]]) -> dict[int, list[Any]]:
     """
     found: dict[int, list[Any]] = {}
     for payload in stream:
-        for event in _that_say_something(_without(payload)):
+        for event in _parts(_without(payload)):
             events = found.setdefault(_choice_of(event), [])
             key = _delta_key(event)
             if key and events and _delta_key(events[-1]) == key:
@@ -175,6 +175,7 @@ _TEXTS = {"delta", "content", "reasoning", "text", "thinking", "partial_json", "
 _VOLATILE = {
     *("id", "item_id", "call_id", "signature", "created", "created_at", "completed_at"),
     "sequence_number",
+    "text_offset",  # counted from the start of each chunk
 }
 
 
@@ -186,14 +187,23 @@ def _without(value: Any) -> Any:
     return value
 
 
-def _that_say_something(payload: dict[str, Any]) -> list[dict[str, Any]]:
-    """Chunks that say nothing fall away: engines send them when they are hurried."""
+def _parts(payload: dict[str, Any]) -> list[dict[str, Any]]:
+    """A chunk of one choice as what it adds and what it ends; empty parts fall away.
+
+    An engine that is hurried merges the last piece of text into the end, or sends empty chunks.
+    """
     choices = payload.get("choices")
     if choices is None or len(choices) != 1:
         return [payload]
-    choice = choices[0]
-    silent = not choice.get("text") and choice.get("delta", {}) == {}
-    return [] if silent and not choice.get("finish_reason") else [payload]
+    choice = {key: value for key, value in choices[0].items() if value not in (None, "", [], {})}
+    if "delta" in choice:
+        choice["delta"] = {k: v for k, v in choice["delta"].items() if v not in (None, "")}
+        choice = {key: value for key, value in choice.items() if value != {}}
+    choice["index"] = choices[0]["index"]
+    ending = {key: choice.pop(key) for key in ("finish_reason", "stop_reason") if key in choice}
+    rest = {key: value for key, value in payload.items() if key != "choices"}
+    added = [{**rest, "choices": [choice]}] if len(choice) > 1 else []
+    return added + ([{"choices": [{"index": choice["index"], **ending}]}] if ending else [])
 
 
 def _delta_key(event: dict[str, Any]) -> Any:
@@ -204,15 +214,11 @@ def _delta_key(event: dict[str, Any]) -> Any:
     if kind == "content_block_delta":
         return (kind, event["index"], event["delta"]["type"])
     choices = event.get("choices")
-    if choices and len(choices) == 1:
-        delta = choices[0].get("delta")
-        if delta is not None and "role" not in delta:
-            calls = tuple(call["index"] for call in delta.get("tool_calls") or ())
-            names = tuple(sorted(key for key in delta if key != "tool_calls"))
-            return ("chat", choices[0]["index"], calls, names if not calls else ())
-        if delta is None:
-            return ("text", choices[0]["index"])
-    return None
+    if not choices or len(choices) != 1 or "finish_reason" in choices[0]:
+        return None
+    delta = choices[0].get("delta", {})
+    calls = tuple(call["index"] for call in delta.get("tool_calls") or ())
+    return (choices[0]["index"], calls, "role" in delta, "reasoning" in delta)
 
 
 def _add(target: Any, more: Any) -> None:
