@@ -48,6 +48,7 @@ from middleware.records import (
     ParentResolutionStatus,
     TokenEntry,
     TokenIds,
+    compute_log_probs_digest,
     extract_token_fields,
     response_to_output_items,
     stamp_lineage,
@@ -562,6 +563,7 @@ def _stamp_extras(
     entry.guided = context.guided or None
     entry.weight_version = context.weight_version
     entry.usage = outcome.answer.usage
+    entry.log_probs_digest = compute_log_probs_digest(choice.log_probs)
     entry.timings = dict(timings) or None
     if context.prefix_requested and not context.prefix_supplied:
         entry.prefix_reason = context.prefix_reason or None
@@ -687,6 +689,7 @@ async def commit_entry(
         else:
             cumulative = None
         stamp_lineage(entry, parent_id, parent_resolution=resolution.status, cumulative=cumulative)
+        entry.log_probs_digest = compute_log_probs_digest(entry.generation_log_probs)
         if not entry.continuation_fingerprint:
             _stamp_continuation(entry, context)
     except TokenCaptureError as error:

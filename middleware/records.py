@@ -44,6 +44,7 @@ __all__ = [
     "TokenIds",
     "canonical_bytes",
     "compute_digest",
+    "compute_log_probs_digest",
     "cumulative_tokens",
     "encode_token_ids",
     "entry_from_json_bytes",
@@ -66,6 +67,7 @@ LEDGER_ROW_MISSING_CHAIN_HASH_REASON: Final = "ledger_row_missing_chain_hash"
 LEDGER_ROW_MISSING_RESPONSE_ID_REASON: Final = "ledger_row_missing_response_id"
 
 _DIGEST_DOMAIN: Final = b"nemo-gym-tokens"
+_LOG_PROBS_DOMAIN: Final = b"token-capture-log-probs"
 _EMPTY_DIGEST: Final = hashlib.sha256(_DIGEST_DOMAIN).hexdigest()
 _ARRAY_FIELDS: Final[dict[str, type[TokenIds] | type[LogProbs]]] = {
     "prompt_token_ids": TokenIds,
@@ -136,6 +138,7 @@ class _KnownExtras:
     prefix_reason = _Extra[str]()
     weight_versions = _Extra[list[dict[str, Any]]]()
     timings = _Extra[dict[str, Any]]()
+    log_probs_digest = _Extra[str]()  # see ``compute_log_probs_digest``; absent from other writers
 
 
 class TokenEntry(BaseModel, _KnownExtras):
@@ -285,6 +288,15 @@ def compute_digest(token_ids: object) -> str:
     hasher = hashlib.sha256(_DIGEST_DOMAIN + bytes([DIGEST_VERSION]) + ids.size.to_bytes(8, "big"))
     hasher.update(ids.astype(">u8").data)
     return hasher.hexdigest()
+
+
+def compute_log_probs_digest(log_probs: object) -> str:
+    """sha256 hex over the log-probs as little-endian float64, behind a domain.
+
+    The contract's digest covers tokens only; with this one a changed log-prob is noticed, too.
+    """
+    values = LogProbs.of(log_probs).array.astype("<f8", copy=False)
+    return hashlib.sha256(_LOG_PROBS_DOMAIN + values.tobytes()).hexdigest()
 
 
 def cumulative_tokens(entry: TokenEntry) -> TokenIds:

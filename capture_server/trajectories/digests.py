@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 
 from capture_server.trajectories.calls import Call
-from middleware.records import DIGEST_VERSION, compute_digest
+from middleware.records import DIGEST_VERSION, compute_digest, compute_log_probs_digest
 
 _DOMAIN: Final = b"nemo-gym-tokens"  # with the encoding: wire contract, spec 01
 _ID_BYTES: Final = 8
@@ -45,13 +45,23 @@ def check_digests(
 
 
 def contradicting(calls: Collection[Call]) -> set[Call]:
-    """The calls whose tokens are not those of their own recorded digest or ``cum_len``.
+    """The calls that are not what their own recorded digests and ``cum_len`` say.
 
     Parents are checked when a child is linked to them; nobody else checks the last call of a
     chain. Absent stamps say nothing; a recorded length of 0 does.
     """
     check_digests(calls, lambda call: call.base or call.parent)
-    return {call for call in calls if call.digest_fits is False or not length_fits(call)}
+    return {
+        call
+        for call in calls
+        if call.digest_fits is False or not length_fits(call) or not log_probs_fit(call)
+    }
+
+
+def log_probs_fit(call: Call) -> bool:
+    """Whether the log-probs are those of the recorded digest, if there is one."""
+    recorded = call.entry.log_probs_digest
+    return recorded is None or recorded == compute_log_probs_digest(call.entry.generation_log_probs)
 
 
 def length_fits(call: Call) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from capture_server.trajectories.calls import Call, linked_id
-from capture_server.trajectories.digests import check_digests
+from capture_server.trajectories.digests import check_digests, log_probs_fit
 from capture_server.trajectories.parents import first_difference
 from capture_server.trajectories.soundness import split_sound
 from capture_server.verify.findings import Violation
@@ -138,6 +138,8 @@ def _own_digest(call: Call) -> Iterator[_Found]:
     if entry.cum_len is not None and entry.cum_len != call.cum_len:
         message = f"cum_len is {entry.cum_len}, the sequence has {call.cum_len} tokens"
         yield "length_mismatch", message, min(entry.cum_len, call.cum_len)
+    if not log_probs_fit(call):
+        yield "log_probs_mismatch", "the log-probs are not those of their recorded digest", None
     if call.digest_fits is False:
         message = f"the recorded digest is not that of its {call.cum_len} tokens"
         yield "digest_mismatch", message, None

