@@ -32,7 +32,7 @@ from middleware.capture import (
     open_intent,
 )
 from middleware.codings import decode_body
-from middleware.context import CaptureContext
+from middleware.context import SAMPLING_KEYS, CaptureContext
 from middleware.dialects.base import Dialect
 from middleware.dialects.choices import openai_error
 from middleware.engines import EngineProfile, engine_profile
@@ -66,16 +66,6 @@ logger = logging.getLogger(__name__)
 CALL_SCOPE_KEY: Final = "token_capture.context"
 """In the inner scope of a captured call: its ``CaptureContext``."""
 
-_SAMPLING_KEYS: Final = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-)
 _GUIDE_KEYS: Final = (
     "structured_outputs",
     "guided_json",
@@ -446,7 +436,7 @@ async def _edited(body: bytes, members: Mapping[str, Any]) -> bytes:
 
 def _sampling(body: Mapping[str, Any]) -> dict[str, float]:
     """The sampling settings that are numbers; anything else is the engine's to refuse."""
-    values = {key: body.get(key) for key in _SAMPLING_KEYS}
+    values = {key: body.get(key) for key in SAMPLING_KEYS}
     return {
         key: value
         for key, value in values.items()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from middleware.fingerprint import HashedRequest
 from middleware.protocols import LineageResolution, LineageResolver, TokenSink
@@ -16,6 +16,18 @@ from middleware.records import TokenIds
 
 if TYPE_CHECKING:
     from middleware.engine_call import EngineCall
+
+SAMPLING_KEYS: Final = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+)
+"""The settings that ``CaptureContext.sampling`` keeps, where they are given."""
 
 ParentBy = Literal["content", "response_id", "call_id"]
 """What named the parent: the conversation itself, or a ``previous_response_id``."""

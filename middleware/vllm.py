@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from middleware.asgi import CaptureMiddleware, CaptureOptions
 from middleware.asgi_messages import json_messages
-from middleware.context import CaptureContext, current_capture_context
+from middleware.context import SAMPLING_KEYS, CaptureContext, current_capture_context
 from middleware.dialects import IN_ENGINE_ROUTES
 from middleware.dialects.base import Dialect
 from middleware.dialects.choices import openai_error
@@ -50,16 +50,6 @@ logger = logging.getLogger(__name__)
 
 _DRAIN_S: Final = 10.0
 _NO_VERSION: Final = "default"  # what vLLM reports until somebody sets a weight version
-_SAMPLING: Final = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-)
 
 
 class TokenCapture:
@@ -230,7 +220,7 @@ class VLLMBoundary:
         return _observed(outputs, generation, is_delta=asked.output_kind.name == "DELTA")
 
     def _sampling(self, params: Any) -> dict[str, Any]:
-        values = {name: getattr(params, name, None) for name in _SAMPLING}
+        values = {name: getattr(params, name, None) for name in SAMPLING_KEYS}
         values["logprobs_mode"] = self._logprobs_mode or None
         return {name: value for name, value in values.items() if value is not None}
 

@@ -17,6 +17,7 @@ from capture_server.trajectories.builder import (
     project_main_chain_response,
     run_builder,
 )
+from capture_server.trajectories.digests import DIGEST_MISMATCH
 from capture_server.trajectories.rollout_ids import rollout_id_of
 from capture_server.trajectories.soundness import require_entries
 from capture_server.trajectories.summary import build_metrics, failed_metrics
@@ -27,7 +28,6 @@ from middleware.protocols import TokenCaptureSnapshot, TokenSource
 if TYPE_CHECKING:
     from capture_server.stores.file import TokenCaptureStore
 
-DIGEST_MISMATCH: Final = "recorded_digest_mismatch"
 NO_RECORDS: Final = "no model call of this rollout was captured"
 NO_CHAIN: Final = "no captured call can be put into a chain"
 FOREIGN_ENTRY: Final = "the snapshot holds records of another rollout"

@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 from typing import Any, Final
 
-from capture_server.trajectories.consumer import DIGEST_MISMATCH, trajectories_from_source
+from capture_server.trajectories.consumer import trajectories_from_source
+from capture_server.trajectories.digests import DIGEST_MISMATCH
 from capture_server.trajectories.rollout_ids import rollout_id_of
 from middleware.errors import InvalidIdError
 from middleware.protocols import TokenSource

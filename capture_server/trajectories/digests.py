@@ -20,6 +20,9 @@ import numpy as np
 from capture_server.trajectories.calls import Call
 from middleware.records import DIGEST_VERSION, compute_digest, compute_log_probs_digest
 
+DIGEST_MISMATCH: Final = "recorded_digest_mismatch"
+"""Why a row or a response is masked in which a call contradicts its own record."""
+
 _DOMAIN: Final = b"nemo-gym-tokens"  # with the encoding: wire contract, spec 01
 _ID_BYTES: Final = 8
 _PARALLEL_FROM_BYTES: Final = 4 << 20  # below, starting threads costs more than it saves

@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 from capture_server.trajectories.builder import BuildOutput, merged_chains, single_chains
 from capture_server.trajectories.calls import Call
 from capture_server.trajectories.chains import chain_ids
-from capture_server.trajectories.digests import contradicting
+from capture_server.trajectories.digests import DIGEST_MISMATCH, contradicting
 from capture_server.trajectories.graph import LineageGraph, build_graph
 from capture_server.trajectories.rows import CallSpan, RolloutTraces, RowDraft, TraceRow, make_row
 from capture_server.trajectories.soundness import require_entries
@@ -33,7 +33,6 @@ TERMINAL_LOST: Final = "terminal_not_delivered"
 DECLARED_UNMATCHED: Final = "declared_terminal_not_matched"
 PARALLEL_ATTEMPTS: Final = "parallel_attempts"
 UNDECIDED: Final = "undecided"
-DIGEST_MISMATCH: Final = "recorded_digest_mismatch"
 NO_MAIN_CHAIN: Final = "no_main_chain"
 FOREIGN_ROLLOUT: Final = "foreign_rollout_id"
 
