@@ -6,13 +6,14 @@ uvicorn as the CLI does. All wiring is here and nowhere else.
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Final
 
 import uvicorn
@@ -24,10 +25,13 @@ from capture_server.config import Settings
 from capture_server.control_routes import install_control_routes
 from capture_server.engine_probe import EngineProbe
 from capture_server.logs import configure_logging
+from capture_server.metrics import Gauges, Metrics, metrics_router, shared_metrics
 from capture_server.proxy import UpstreamProxy
 from capture_server.staging.external_capture import open_staged_calls
 from capture_server.store_rpc import install_store_rpc
 from capture_server.stores.registry import open_resolver, open_store
+from capture_server.stores.statistics import CountingStore, spill_usage
+from capture_server.tracing import CallTracer
 from capture_server.workers import check_workers, serve_workers
 from middleware._version import __version__
 from middleware.asgi import CaptureMiddleware, CaptureOptions
@@ -35,6 +39,7 @@ from middleware.asgi_messages import json_messages
 from middleware.capture import health
 from middleware.dialects.choices import openai_error
 from middleware.engines import EngineProfile, engine_profile
+from middleware.observer import Observers
 from middleware.open_calls import OpenCallRegistry
 from middleware.protocols import CaptureStore
 from middleware.token_origin import EngineProvider
@@ -66,19 +71,32 @@ def create_app(settings: Settings, *, store: CaptureStore | None = None) -> Fast
     )
 
     engine = _engine(settings, proxy)
+    metrics = Metrics()
+    tracer = CallTracer() if settings.traces == "otlp" else None
+    if isinstance(capture_store, CountingStore):
+        capture_store.statistics().on_sync = metrics.synced
+    gauges = Gauges(
+        running_calls=lambda: len(calls),
+        connections=lambda: proxy.connections if proxy is not None else (0, 0),
+        spill=lambda: spill_usage(capture_store),
+        unhealthy=capture_store.healthy,
+    )
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         try:
-            if proxy is None:
-                yield
-            else:
-                async with proxy, _asking(engine):
+            async with _sampling(metrics, gauges):
+                if proxy is None:
                     yield
+                else:
+                    async with proxy, _asking(engine):
+                        yield
         finally:
             # Calls that the server cut at its deadline still write their records.
             if not await calls.wait_idle(_DRAIN_S):
                 logger.error("%d calls still ran at shutdown", len(calls))
+            if tracer is not None:
+                await asyncio.to_thread(tracer.close)
             await resolver.close()
             if own_store:
                 await capture_store.close()
@@ -93,6 +111,7 @@ def create_app(settings: Settings, *, store: CaptureStore | None = None) -> Fast
     app.router.redirect_slashes = False
     app.router.default = engine_app = proxy if proxy is not None else _no_upstream
     install_store_rpc(app, capture_store, resolver, settings)
+    app.include_router(metrics_router(metrics))
     install_control_routes(app, capture_store, settings, calls, readiness_checks=[_lost_marks])
     app.add_middleware(
         CaptureMiddleware,
@@ -110,6 +129,7 @@ def create_app(settings: Settings, *, store: CaptureStore | None = None) -> Fast
             delta_records=settings.delta_records,
         ),
         calls=calls,
+        observer=Observers([metrics, tracer] if tracer is not None else [metrics]),
     )
     return app
 
@@ -133,7 +153,8 @@ def serve(settings: Settings) -> None:
     if app is not None:
         run_server(app, settings, listener)
     else:
-        serve_workers(settings, listener, stop_timeout_s=_GRACEFUL_S + 2 * _DRAIN_S)
+        with shared_metrics():
+            serve_workers(settings, listener, stop_timeout_s=_GRACEFUL_S + 2 * _DRAIN_S)
 
 
 def run_server(app: FastAPI, settings: Settings, listener: socket.socket) -> bool:
@@ -196,6 +217,17 @@ async def _asking(engine: EngineProfile | EngineProvider) -> AsyncIterator[None]
         yield
     finally:
         await engine.close()
+
+
+@asynccontextmanager
+async def _sampling(metrics: Metrics, gauges: Gauges) -> AsyncIterator[None]:
+    task = asyncio.create_task(metrics.sample(gauges), name="token-capture-metrics")
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
 
 
 def _api_key(settings: Settings) -> str | None:

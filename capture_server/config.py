@@ -153,6 +153,9 @@ class Settings(BaseSettings):
     agent_tokens: Literal["off", "signed"] = Field(
         "off", description="require a signature in the rollout id of an agent's URL"
     )
+    traces: Literal["off", "otlp"] = Field(
+        "off", description="send a span per captured call to an OpenTelemetry collector"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info")
     log_format: Literal["text", "json"] = Field("text")
     control_token: SecretStr | None = Field(

@@ -108,6 +108,12 @@ class UpstreamProxy:
         return self._session
 
     @property
+    def connections(self) -> tuple[int, int]:
+        """Connections to the engine: in use, and idle in the pool."""
+        connector = self._session.connector if self._session is not None else None
+        return connector.counts if isinstance(connector, _CleanConnector) else (0, 0)
+
+    @property
     def base(self) -> str:
         """The engine's base URL without a trailing slash."""
         return self._base
@@ -286,6 +292,11 @@ class _CleanConnector(aiohttp.TCPConnector):
                 return connection
             connection.close()
         return None
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Connections in use, and idle."""
+        return len(self._acquired), sum(map(len, self._conns.values()))
 
 
 async def _note_reuse(session: aiohttp.ClientSession, context: Any, params: Any) -> None:

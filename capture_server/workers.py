@@ -23,6 +23,7 @@ from multiprocessing.process import BaseProcess
 from typing import Final
 
 from capture_server.config import Settings
+from capture_server.metrics import forget_worker
 from capture_server.stores.registry import (
     open_resolver,
     open_store,
@@ -180,6 +181,7 @@ class Supervisor:
                 continue
             process.join()
             slot.process = None
+            forget_worker(process.pid or 0)
             logger.error(
                 "worker %d (process %s) ended with %s; its open calls are lost",
                 slot.index,

@@ -47,6 +47,7 @@ from middleware.errors import (
 from middleware.exchange import CallPlan, CapturedExchange
 from middleware.http_status import RETRY_AFTER_S, status_of
 from middleware.json_edit import loads, set_members
+from middleware.observer import NO_OBSERVER, CaptureObserver
 from middleware.open_calls import OpenCallRegistry
 from middleware.paths import (
     CAPTURE_SEGMENT,
@@ -104,6 +105,7 @@ class CaptureMiddleware:
         staging: set where tokens stay with a framework's workers (external staging).
         options: see ``CaptureOptions``.
         calls: registry of running calls, shared with the control routes.
+        observer: told what became of calls (metrics, traces).
     """
 
     def __init__(
@@ -119,6 +121,7 @@ class CaptureMiddleware:
         staging: StagedCalls | None = None,
         options: CaptureOptions | None = None,
         calls: OpenCallRegistry | None = None,
+        observer: CaptureObserver = NO_OBSERVER,
     ) -> None:
         self.app = app
         self._engine_app = engine_app if engine_app is not None else app
@@ -129,6 +132,7 @@ class CaptureMiddleware:
         self._tokens = tokens or ReportedTokens(engine or engine_profile("vllm"))
         self._staging = staging
         self._options = options or CaptureOptions()
+        self._observer = observer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One ASGI connection."""
@@ -139,7 +143,7 @@ class CaptureMiddleware:
         try:
             tagged = parse_tagged_path(raw_path_of(scope), scope.get("root_path", "").encode())
         except InvalidIdError as error:
-            await _refuse(send, None, error)
+            await self._refuse(send, None, error)
             return
         if tagged is None:
             await self.app(scope, receive, send)
@@ -187,7 +191,7 @@ class CaptureMiddleware:
         except ClientGone:
             return
         except TokenCaptureError as error:
-            await _refuse(send, dialect, error)
+            await self._refuse(send, dialect, error)
             return
         exchange = self._exchange(plan, receive, send)
         self.calls.add(tagged.rollout_id, exchange)
@@ -278,12 +282,14 @@ class CaptureMiddleware:
             delta_records=self._options.delta_records,
             dialect=dialect.name,
             agent_id=headers.get("x-agent-id"),
+            trace_parent=headers.get("traceparent", ""),
             explicit_parent_call_id=_explicit_parent(headers),
             request_digest=request.digest,
             prompt_config_digest=_prompt_config(body),
             sampling=_sampling(body),
             guided=_is_guided(body),
             num_choices=num_choices,
+            observer=self._observer,
         )
 
     # --- requests whose answer cannot be read --------------------------------------------------
@@ -297,6 +303,7 @@ class CaptureMiddleware:
             model_call_id=uuid.uuid4().hex,
             token_sink=self._sink,
             created_at=time.time(),
+            observer=self._observer,
         )
         try:
             if route.kind is Kind.DELETE:
@@ -305,7 +312,7 @@ class CaptureMiddleware:
                 return
             await open_intent(context, observed=False)
         except TokenCaptureError as error:
-            await _refuse(send, None, error)
+            await self._refuse(send, None, error)
             return
         status = 0
 
@@ -322,10 +329,14 @@ class CaptureMiddleware:
             await self._engine_app({**scope, CALL_SCOPE_KEY: context}, receive, send_and_note)
         except UpstreamError as error:
             if status == 0:
-                await _refuse(send, None, error)
+                await self._refuse(send, None, error)
         finally:
             if not 200 <= status < 300:
                 await cancel_intent(context, f"status_{status}" if status else "no_answer")
+
+    async def _refuse(self, send: Send, dialect: Dialect | None, error: TokenCaptureError) -> None:
+        self._observer.refused(error.code)
+        await _refuse(send, dialect, error)
 
     async def _require_open(self, rollout_id: str) -> None:
         status = getattr(self._sink or installed_token_sink(), "status", None)

@@ -346,6 +346,7 @@ async def cancel_intent(context: CaptureContext, reason: str) -> None:
     except ConflictError:
         # Frozen meanwhile: the freeze has judged the intent already.
         health.late_writes += 1
+        context.observer.late_write()
     except Exception:
         logger.exception("closing an intent failed", extra=_ids(context, "cancel_failed"))
 
@@ -353,6 +354,7 @@ async def cancel_intent(context: CaptureContext, reason: str) -> None:
 async def mark_hole(context: CaptureContext, code: str, detail: str = "") -> None:
     """Durably make the rollout incomplete; loud when even that fails."""
     health.holes += 1
+    context.observer.hole(code)
     logger.warning("rollout incomplete: %s (%s)", code, detail, extra=_ids(context, code))
     sink = _sink(context)
     if sink is None:
@@ -409,6 +411,7 @@ async def _store(context: CaptureContext, entries: list[TokenEntry]) -> list[str
     except (TokenCaptureFrozenError, TokenCaptureRetiredError) as error:
         # The freeze has judged the open intent; a late record must not change the snapshot.
         health.late_writes += 1
+        context.observer.late_write()
         logger.warning("late record refused: %s", error, extra=_ids(context, error.code))
         return []
     except Exception as error:
@@ -419,6 +422,7 @@ async def _store(context: CaptureContext, entries: list[TokenEntry]) -> list[str
         return []
     context.committed = True
     health.entries += len(entries)
+    context.observer.recorded(entries)
     return [entry.model_call_id for entry in entries]
 
 

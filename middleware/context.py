@@ -6,11 +6,13 @@ supply and by the record alike. Untagged traffic has no context.
 
 from __future__ import annotations
 
+import time
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from middleware.fingerprint import HashedRequest
+from middleware.observer import NO_OBSERVER, CaptureObserver
 from middleware.protocols import LineageResolution, LineageResolver, TokenSink
 from middleware.records import TokenIds
 
@@ -63,12 +65,14 @@ class CaptureContext:
     dialect: str = ""
     engine: str = ""
     agent_id: str | None = None
+    trace_parent: str = ""  # the agent's ``traceparent`` header
     explicit_parent_call_id: str | None = None
     request_digest: str = ""
     prompt_config_digest: str = ""
     system_digest: str = ""
     hashed_request: HashedRequest | None = None
     first_call: bool = False
+    arrived_at: float = field(default_factory=time.monotonic)  # monotonic, the request was read
     created_at: float = 0.0
     sampling: dict[str, Any] = field(default_factory=dict)
     guided: bool = False
@@ -76,6 +80,7 @@ class CaptureContext:
     weight_version: int | str | None = None
     parent_by: ParentBy = "content"
     prefix_reason: str = ""  # why a requested prefix was not supplied
+    observer: CaptureObserver = NO_OBSERVER
     engine_call: EngineCall | None = None  # set where tokens come from the engine's boundary
 
     @property

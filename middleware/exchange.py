@@ -27,6 +27,7 @@ from middleware.engines.base import TokenAsk
 from middleware.errors import InvalidInputError, StoreError, TokenCaptureError, UpstreamError
 from middleware.http_status import status_of
 from middleware.json_edit import edit_members, loads
+from middleware.observer import CallOutcome, CallReport
 from middleware.outcome import Captured, Ending, Hole, Nothing, Outcome, judge_body
 from middleware.protocols import IntentTicket
 from middleware.stream_filter import StreamFilter
@@ -69,6 +70,8 @@ class CapturedExchange:
         self._delivered: bool | None = None
         self._ended = False  # the last body message went out
         self._began = time.monotonic()
+        self._concluded_at: float | None = None
+        self._released_at: float | None = None
         self._first_token_at: float | None = None
         self._sink_s = 0.0
 
@@ -196,7 +199,7 @@ class CapturedExchange:
         if self._outcome is not None:
             return
         self._outcome = outcome
-        now = time.monotonic()
+        self._concluded_at = now = time.monotonic()
         timings = {"total_ms": round((now - self._began) * 1000, 3)}
         if self._first_token_at is not None:
             timings["ttft_ms"] = round((self._first_token_at - self._began) * 1000, 3)
@@ -213,6 +216,7 @@ class CapturedExchange:
         await self._out_body(held, more=True)
         # Judged before the last message: afterwards servers report a disconnect to everybody.
         self._delivered = not self._gone.is_set()
+        self._released_at = time.monotonic()
         if not more:
             await self._out_body(b"", more=False)
 
@@ -253,6 +257,39 @@ class CapturedExchange:
                 await self._mode.broke_off(ending, failure, crashed=crashed)
         if isinstance(self._outcome, Captured) and self._outcome.delivered is None:
             await note_delivery(self._plan.context, self._entry_ids, self._notes())
+        self._plan.context.observer.ended(self._report())
+
+    def _report(self) -> CallReport:
+        now = time.monotonic()
+        outcome, reason = self._verdict()
+        captured = isinstance(self._outcome, Captured)
+        first, concluded, released = self._first_token_at, self._concluded_at, self._released_at
+        return CallReport(
+            context=self._plan.context,
+            outcome=outcome,
+            reason=reason,
+            started_at=time.time() - (now - self._plan.context.arrived_at),
+            total_s=now - self._plan.context.arrived_at,
+            before_dispatch_s=self._began - self._plan.context.arrived_at,
+            first_token_s=None if first is None else first - self._began,
+            put_s=self._sink_s if captured else None,
+            held_s=None if released is None or concluded is None else released - concluded,
+            delivered=self._delivered,
+        )
+
+    def _verdict(self) -> tuple[CallOutcome, str]:
+        match self._outcome:
+            case Captured(whole=whole, cut=cut) if self._plan.context.committed:
+                return ("entry" if whole else "cut"), cut
+            case _ if self._plan.context.committed:
+                return "entry", ""  # staged: its tokens stay with the framework's worker
+            case Captured():
+                return "incomplete", "not_stored"
+            case Hole(code=code):
+                return "incomplete", code
+            case Nothing(reason=reason):
+                return "cancelled", reason
+        return "incomplete", "not_recorded"
 
     def _notes(self) -> dict[str, Any]:
         notes: dict[str, Any] = {"sink_ms": round(self._sink_s * 1000, 3)}

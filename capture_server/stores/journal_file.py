@@ -318,8 +318,7 @@ class JournalFile:
             raise
         self._directory_synced = True
         self._synced = end
-        self._statistics.syncs += 1
-        self._statistics.sync_seconds += time.perf_counter() - started
+        self._statistics.synced(time.perf_counter() - started)
 
     def _forget_unwritten(self) -> None:
         if self._pending:

@@ -72,6 +72,7 @@ def test_dockerfile() -> None:
 
 
 def test_compose() -> None:
+    """The file fits the Compose schema, uses every secret, and keeps the control port at home."""
     accepted(TOOLS / "check-jsonschema", "--builtin-schema", "vendor.compose-spec", "compose.yaml")
     compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
     used = {name for service in compose["services"].values() for name in service.get("secrets", [])}
@@ -92,6 +93,7 @@ def test_kubernetes_manifest(manifest: Path) -> None:
 
 
 def test_kustomization_names_every_manifest() -> None:
+    """None is forgotten, none is missing."""
     (kustomization,) = documents(DEPLOY / "kubernetes/kustomization.yaml")
     assert sorted([*kustomization["resources"], "kustomization.yaml"]) == [
         m.name for m in MANIFESTS
@@ -131,12 +133,14 @@ def our_commands() -> list[tuple[str, list[str]]]:
 
 @pytest.mark.parametrize(("place", "arguments"), our_commands(), ids=lambda value: str(value)[:40])
 def test_commands_exist_with_their_flags(place: str, arguments: list[str]) -> None:
+    """What starts us is a command that we have, with flags that it knows."""
     command = get_command(app).commands[arguments[0]]  # type: ignore[attr-defined]
     known = {flag for parameter in command.params for flag in parameter.opts}
     assert {word for word in arguments if word.startswith("--")} <= known, place
 
 
 def test_every_environment_variable_is_a_setting() -> None:
+    """A misspelt one would stop the sidecar at its start."""
     known = {f"TOKEN_CAPTURE_{name.upper()}" for name in Settings.model_fields}
     for path in DEPLOY.rglob("*"):
         if path.is_file():
@@ -169,6 +173,7 @@ def dashboard_expressions() -> list[str]:
 
 
 def test_dashboard_queries_are_promql(tmp_path: Path) -> None:
+    """Prometheus can parse every panel."""
     promtool = needs("promtool")
     expressions = [
         e.replace("$__rate_interval", "5m").replace("$job", ".*") for e in dashboard_expressions()
@@ -180,6 +185,7 @@ def test_dashboard_queries_are_promql(tmp_path: Path) -> None:
 
 
 def test_alerts_point_into_the_runbook() -> None:
+    """Each alert names a section that exists."""
     runbook = (ROOT / "docs/runbook.md").read_text()
     anchors = {
         re.sub(r"[^a-z0-9 -]", "", line.lstrip("# ").lower()).replace(" ", "-")
