@@ -13,10 +13,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import secrets
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from typing import Final
 
 from capture_server.conformance_checks import (
     CORE,
@@ -24,14 +22,13 @@ from capture_server.conformance_checks import (
     OPTIONAL,
     Check,
 )
-from capture_server.conformance_kit import ConformanceError, Kit, make_entry
+from capture_server.conformance_kit import ConformanceError, Kit
+from capture_server.conformance_processes import PROCESS_CHECKS
 from capture_server.stores.registry import open_resolver, open_store
 from middleware.errors import TokenCaptureError
 from middleware.protocols import CaptureStore, LineageResolver, TokenSink, TokenSource
 
 __all__ = ["ConformanceError", "main", "run_conformance"]
-
-_PROCESS_TIMEOUT_S: Final = 60
 
 
 async def run_conformance(
@@ -96,49 +93,25 @@ async def _check_url(url: str) -> list[str]:
         handles, handles, lambda: open_resolver(url, handles()), rollout_id="conformance"
     )
     if store.is_process_shared():
-        await _check_fresh_process(url)
-        passed.append("fresh_process")
+        for name, check in PROCESS_CHECKS:
+            await check(url)
+            passed.append(name)
     for handle in opened:
         await handle.close()
     return passed
-
-
-async def _check_fresh_process(url: str) -> None:
-    """Another process sees the record as soon as ``put`` returned."""
-    rollout = f"conformance.{secrets.token_hex(4)}.fresh"
-    store = open_store(url)
-    await store.put(make_entry(rollout, "c1"))
-    command = [sys.executable, "-m", "capture_server.conformance", "--store", url, "--freeze"]
-    found = await asyncio.to_thread(
-        subprocess.run, [*command, rollout], capture_output=True, timeout=_PROCESS_TIMEOUT_S
-    )
-    await store.close()
-    if found.returncode != 0 or found.stdout.split() != [b"c1"]:
-        raise ConformanceError("fresh_process", f"another process sees {found.stdout!r}")
-
-
-async def _freeze(url: str, rollout_id: str) -> list[str]:
-    store = open_store(url)
-    snapshot = await store.freeze(rollout_id)
-    await store.close()
-    return [entry.model_call_id for entry in snapshot.entries]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Check the store of a URL; exit code 0 when it conforms, 1 when not."""
     parser = argparse.ArgumentParser(prog="python -m capture_server.conformance")
     parser.add_argument("--store", required=True, metavar="URL", help="the store to check")
-    parser.add_argument("--freeze", metavar="ROLLOUT", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     try:
-        if options.freeze:
-            lines = asyncio.run(_freeze(options.store, options.freeze))
-        else:
-            lines = [f"ok   {name}" for name in asyncio.run(_check_url(options.store))]
+        passed = asyncio.run(_check_url(options.store))
     except (ConformanceError, TokenCaptureError) as exc:
         sys.stderr.write(f"FAIL {exc}\n")
         return 1
-    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    sys.stdout.write("".join(f"ok   {name}\n" for name in passed))
     return 0
 
 

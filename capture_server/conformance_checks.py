@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final
 
 from capture_server.conformance_kit import Kit, make_entry
+from capture_server.conformance_views import _batches, _listing, _status, _sweep
 from middleware.errors import CallIdConflictError, InvalidIdError, TokenCaptureError
 from middleware.lineage import stamp_continuation
 from middleware.protocols import (
@@ -112,6 +113,17 @@ async def _marks(kit: Kit) -> None:
     kit.require(after.version != frozen.version, "a mark after freeze did not move the version")
     stale = await source.drop(rollout, snapshot_id=frozen.snapshot_id, version=frozen.version)
     kit.require(not stale, "a stale snapshot could be retired")
+
+
+async def _marks_without_a_call(kit: Kit) -> None:
+    """A mark that names no call masks, also after freeze, where it moves the version."""
+    sink, source, rollout = kit.sink(), kit.source(), kit.rollout()
+    await sink.put(make_entry(rollout, "c1"))
+    frozen = await source.freeze(rollout)
+    await kit.sink().mark_incomplete(rollout)
+    after = await source.freeze(rollout)
+    kit.require(after.incomplete, "a mark without a call was lost after freeze")
+    kit.require(after.version != frozen.version, "the mark did not move the version")
 
 
 async def _drop(kit: Kit) -> None:
@@ -356,7 +368,7 @@ async def _delta_round_trip(kit: Kit) -> None:
 
 CORE: Final[tuple[Check, ...]] = (
     _put_and_read, _idempotent_put, _conflicting_put, _freeze_idempotent, _late_put, _marks,
-    _drop, _hostile_ids, _similar_ids, _big_entry, _put_freeze_race,
+    _marks_without_a_call, _drop, _hostile_ids, _similar_ids, _big_entry, _put_freeze_race,
 )  # fmt: skip
 OPTIONAL: Final[tuple[tuple[tuple[str, ...], Check], ...]] = (
     (("begin_call",), _intents),
@@ -367,5 +379,9 @@ OPTIONAL: Final[tuple[tuple[tuple[str, ...], Check], ...]] = (
     (("note_delivery",), _notes),
     (("begin_call", "fence"), _fence),
     (("delete",), _delete),
+    (("begin_call", "status"), _status),
+    (("list_rollouts",), _listing),
+    (("sweep_retired",), _sweep),
+    (("retire_many", "delete_many"), _batches),
 )
 LINEAGE: Final[tuple[Check, ...]] = (_lineage, _delta_round_trip)

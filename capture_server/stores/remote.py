@@ -23,21 +23,20 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from capture_server import client_requests
 from capture_server.stores import remote_calls as calls
 from capture_server.stores.attempts import OpenAttempts, new_attempt
 from capture_server.stores.fold import STORE_FAILURE
 from capture_server.stores.holders import current_holder
-from capture_server.stores.remote_link import NoAnswerError, SidecarLink
+from capture_server.stores.remote_link import NoAnswerError, SidecarLink, link_to
 from capture_server.stores.remote_replay import CANCEL, INTENT, MARK, RECORDS, Replayer
+from capture_server.stores.remote_source import HttpTokenSource
 from capture_server.stores.spill import DEFAULT_MAX_BYTES, SpillLog, spill_directory
 from middleware.errors import (
     ConflictError,
     InvalidInputError,
-    NotFrozenError,
-    StaleSnapshotError,
     StoreError,
     StoreUnavailableError,
 )
@@ -48,7 +47,6 @@ from middleware.protocols import (
     CallIntent,
     LineageQuery,
     LineageResolution,
-    RolloutStatus,
     TokenCaptureSnapshot,
 )
 from middleware.records import TokenEntry, TokenIds
@@ -62,13 +60,10 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 BEFORE_DISPATCH_S: Final = 3.0  # an agent waits, and nothing was spent yet
 AFTER_DISPATCH_S: Final = 10.0  # tokens were generated: worth a sidecar's restart
-CONTROL_S: Final = 120.0  # a freeze waits for open calls; a snapshot may be large
 _BIG_TOKENS: Final = 16_384  # above this encoding leaves the event loop
-_MAX_PAGE: Final = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,65 +99,6 @@ class RemoteIntentTicket:
             logger.warning("the intent of %s is kept here, not there: %s", call_id, exc)
 
 
-class HttpTokenSource:
-    """Freeze, read and retire over a sidecar (``TokenSource``).
-
-    Args:
-        server: the sidecar's address, or a link that others share.
-        control_token: default TOKEN_CAPTURE_CONTROL_TOKEN or ..._FILE.
-    """
-
-    def __init__(self, server: str | SidecarLink, *, control_token: str | None = None) -> None:
-        self._link = _link_to(server, control_token)
-
-    async def freeze(self, rollout_id: str) -> TokenCaptureSnapshot:
-        """See ``TokenSource.freeze``; the sidecar waits its grace period for open calls."""
-        await self._control(client_requests.freeze(rollout_id))
-        return await self.snapshot(rollout_id)
-
-    async def snapshot(self, rollout_id: str) -> TokenCaptureSnapshot:
-        """See ``CaptureStore.snapshot``."""
-        return await self._control(client_requests.snapshot(rollout_id, full_prompts=False))
-
-    async def drop(self, rollout_id: str, *, snapshot_id: str, version: int) -> bool:
-        """See ``TokenSource.drop``."""
-        retire = client_requests.retire(rollout_id, snapshot_id=snapshot_id, version=version)
-        try:
-            return await self._control(retire)
-        except (NotFrozenError, StaleSnapshotError):
-            return False
-
-    async def status(self, rollout_id: str) -> RolloutStatus:
-        """See ``CaptureStore.status``."""
-        return await self._control(client_requests.status(rollout_id))
-
-    async def list_rollouts(
-        self, *, state: str | None = None, prefix: str = "", limit: int = 100, cursor: str = ""
-    ) -> tuple[Sequence[RolloutStatus], str | None]:
-        """See ``CaptureStore.list_rollouts``; a page holds at most 1,000."""
-        page = await self._control(
-            client_requests.list_rollouts(
-                state=state, prefix=prefix, limit=min(limit, _MAX_PAGE), cursor=cursor
-            )
-        )
-        return page.rollouts, page.next_cursor
-
-    async def delete(self, rollout_id: str) -> bool:
-        """See ``CaptureStore.delete``."""
-        return await self._control(client_requests.delete(rollout_id))
-
-    async def sweep_retired(self, older_than_seconds: float) -> int:
-        """See ``CaptureStore.sweep_retired``."""
-        return await self._control(client_requests.sweep(older_than_seconds=older_than_seconds))
-
-    async def _control(self, call: client_requests.Call[T]) -> T:
-        return await self._link.send(call, deadline_s=CONTROL_S)
-
-    async def close(self) -> None:
-        """Close the connections. Idempotent."""
-        await self._link.close()
-
-
 class HttpTokenSink:
     """Records, intents and marks to a sidecar, with a local spill. See the module.
 
@@ -181,7 +117,7 @@ class HttpTokenSink:
         spill_dir: Path | None = None,
         max_spill_bytes: int = DEFAULT_MAX_BYTES,
     ) -> None:
-        self._link = _link_to(server, control_token)
+        self._link = link_to(server, control_token)
         directory = spill_directory(self._link.server, spill_dir)
         self._spill = SpillLog(directory, max_bytes=max_spill_bytes)
         self._replayer = Replayer(self._link, self._spill)
@@ -370,7 +306,7 @@ class HttpLineageResolver:
         control_token: str | None = None,
         sink: HttpTokenSink | None = None,
     ) -> None:
-        self._link = _link_to(server, control_token)
+        self._link = link_to(server, control_token)
         self._owns_link = not isinstance(server, SidecarLink)
         self._sink = sink
 
@@ -422,9 +358,3 @@ class HttpLineageResolver:
 def _are_big(entries: Sequence[TokenEntry]) -> bool:
     sizes = (len(e.prompt_token_ids) + len(e.generation_token_ids) for e in entries)
     return sum(sizes) > _BIG_TOKENS
-
-
-def _link_to(server: str | SidecarLink, control_token: str | None) -> SidecarLink:
-    if isinstance(server, SidecarLink):
-        return server
-    return SidecarLink(server, control_token=control_token)

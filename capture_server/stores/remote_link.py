@@ -196,3 +196,10 @@ class SidecarLink:
 
 def _is_unconnected(exc: Exception) -> bool:
     return isinstance(exc, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
+
+
+def link_to(server: str | SidecarLink, control_token: str | None) -> SidecarLink:
+    """A link to that address, or the shared link that was given."""
+    if isinstance(server, SidecarLink):
+        return server
+    return SidecarLink(server, control_token=control_token)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from capture_server import conformance, conformance_checks
 from capture_server.conformance import run_conformance
+from capture_server.conformance_processes import PROCESS_CHECKS
 from capture_server.stores.file import TokenCaptureStore
 from capture_server.stores.lineage import FileLineageStore, MemoryLineageStore
 from capture_server.stores.memory import MemoryCaptureStore
@@ -23,7 +25,7 @@ async def test_file_store_conforms(tmp_path):
         lambda: FileLineageStore(tmp_path),
     )
 
-    assert len(passed) == 21
+    assert len(passed) == 26
     assert {"late_put", "similar_ids", "lineage", "delta_round_trip", "first_calls"} <= set(passed)
 
 
@@ -35,7 +37,7 @@ async def test_memory_store_conforms(monkeypatch):
         passed = await run_conformance(
             lambda s=store: s, lambda s=store: s, lambda s=store: MemoryLineageStore(s)
         )
-    assert len(passed) == 21
+    assert len(passed) == 25
 
 
 async def test_a_minimal_sink_is_checked_for_what_it_has(monkeypatch):
@@ -49,7 +51,7 @@ async def test_a_minimal_sink_is_checked_for_what_it_has(monkeypatch):
 
     passed = await run_conformance(Minimal, Minimal, rollout_id="mine")
 
-    assert len(passed) == 11
+    assert len(passed) == 12
     assert "intents" not in passed
 
 
@@ -69,7 +71,7 @@ def test_command_line(url, code, capsys, monkeypatch):
 
 
 def test_command_line_over_processes(tmp_path):
-    """For a shared store another process must see what was put."""
+    """For a shared store, other threads and processes read, and race a freeze with their puts."""
     done = subprocess.run(
         [sys.executable, "-m", "capture_server.conformance", "--store", str(tmp_path / "s")],
         capture_output=True,
@@ -78,4 +80,22 @@ def test_command_line_over_processes(tmp_path):
     )
 
     assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("ok   fresh_process\n")
+    names = ("fresh_process", "race_of_threads", "race_of_processes")
+    assert done.stdout.endswith("".join(f"ok   {name}\n" for name in names))
+
+
+async def test_no_other_process_is_given_the_url_as_an_argument(tmp_path, monkeypatch):
+    """It may hold a password, and everybody on the machine can read arguments."""
+    commands = []
+    start = asyncio.create_subprocess_exec
+
+    async def noted(*command, **options):
+        commands.append(command)
+        return await start(*command, **options)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", noted)
+    for _, check in PROCESS_CHECKS:
+        await check(str(tmp_path / "secret"))
+
+    assert len(commands) == 4
+    assert not any("secret" in argument for command in commands for argument in command)

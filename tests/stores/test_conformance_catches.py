@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import os
 
 import pytest
 
 from capture_server import conformance, conformance_checks
 from capture_server.conformance import ConformanceError, run_conformance
+from capture_server.conformance_processes import PROCESS_CHECKS
 from capture_server.stores.lineage import MemoryLineageStore
 from capture_server.stores.memory import MemoryCaptureStore
 from middleware.errors import (
@@ -26,6 +28,12 @@ class Broken(MemoryCaptureStore):
 
     def resolver(self):
         return MemoryLineageStore(self)
+
+    async def retire_many(self, snapshots):
+        return {r: await self.drop(r, snapshot_id=s, version=v) for r, (s, v) in snapshots.items()}
+
+    async def delete_many(self, rollout_ids):
+        return {rollout_id: await self.delete(rollout_id) for rollout_id in rollout_ids}
 
 
 class LosesPuts(Broken):
@@ -82,6 +90,12 @@ class SwallowsLatePuts(Broken):
 class ForgetsMarks(Broken):
     async def mark_incomplete(self, rollout_id, model_call_id="", reason="", detail=""):
         pass
+
+
+class ForgetsMarksWithoutACall(Broken):
+    async def mark_incomplete(self, rollout_id, model_call_id="", reason="", detail=""):
+        if model_call_id:
+            await super().mark_incomplete(rollout_id, model_call_id, reason, detail)
 
 
 class RetiresByVersionAlone(Broken):
@@ -185,6 +199,31 @@ class DeletesNothing(Broken):
         return False
 
 
+class HidesOpenCalls(Broken):
+    """Its freezes see them."""
+
+    async def status(self, rollout_id):
+        return dataclasses.replace(await super().status(rollout_id), open_intents=())
+
+
+class ListsEveryState(Broken):
+    async def list_rollouts(self, *, state=None, prefix="", limit=100, cursor=""):
+        return await super().list_rollouts(prefix=prefix, limit=limit, cursor=cursor)
+
+
+class SweepsWhateverItsAge(Broken):
+    async def sweep_retired(self, older_than_seconds):
+        return await super().sweep_retired(-1)
+
+
+class RetiresStaleOnesInBatches(Broken):
+    """Asks for the current state instead of comparing with the one that was consumed."""
+
+    async def retire_many(self, snapshots):
+        now = [await self.freeze(rollout_id) for rollout_id in snapshots]
+        return await super().retire_many({s.rollout_id: (s.snapshot_id, s.version) for s in now})
+
+
 class Guesses(Broken):
     """Takes the only call there is for the parent of whatever is asked."""
 
@@ -213,6 +252,7 @@ BROKEN = {
     "freeze_idempotent": FreezesAnew,
     "late_put": SwallowsLatePuts,
     "marks": ForgetsMarks,
+    "marks_without_a_call": ForgetsMarksWithoutACall,
     "drop": RetiresByVersionAlone,
     "hostile_ids": TakesAnyId,
     "similar_ids": FoldsCase,
@@ -226,6 +266,10 @@ BROKEN = {
     "notes": TheLastNoteWins,
     "fence": FencesNothing,
     "delete": DeletesNothing,
+    "status": HidesOpenCalls,
+    "listing": ListsEveryState,
+    "sweep": SweepsWhateverItsAge,
+    "batches": RetiresStaleOnesInBatches,
     "lineage": Guesses,
     "delta_round_trip": TakesSuffixesForPrompts,
 }
@@ -284,3 +328,48 @@ def test_a_store_of_one_process_is_found_by_another(tmp_path, monkeypatch, capsy
 
     assert conformance.main(["--store", "claims_to_be_shared:opened"]) == 1
     assert capsys.readouterr().err.startswith("FAIL fresh_process: another process sees b''")
+
+
+LATE_PUTS_ARE_SWALLOWED = """
+import contextlib, os, threading
+from pathlib import Path
+from capture_server.stores.file import TokenCaptureStore
+from middleware.errors import TokenCaptureFrozenError
+
+def is_elsewhere():
+    return {where}
+
+class Store(TokenCaptureStore):
+    async def put(self, entry):
+        with contextlib.suppress(*[TokenCaptureFrozenError] * is_elsewhere()):
+            await super().put(entry)
+
+def opened():
+    return Store(Path({root!r}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("check", "where"),
+    [
+        ("race_of_threads", "threading.current_thread() is not threading.main_thread()"),
+        ("race_of_processes", "os.getpid() != {pid}"),
+    ],
+    ids=["threads", "processes"],
+)
+async def test_a_fence_that_does_not_hold_elsewhere_is_found(check, where, tmp_path, monkeypatch):
+    """Each breach fails its own check and passes the other two."""
+    text = LATE_PUTS_ARE_SWALLOWED.format(
+        where=where.format(pid=os.getpid()), root=str(tmp_path / "store")
+    )
+    (tmp_path / f"swallows_{check}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    failed = []
+    for name, run in PROCESS_CHECKS:
+        try:
+            await run(f"swallows_{check}:opened")
+        except ConformanceError as exc:
+            failed.append((name, exc.check_name))
+
+    assert failed == [(check, check)]

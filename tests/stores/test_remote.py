@@ -74,7 +74,7 @@ async def test_remote_store_conforms(central, tmp_path):
         lambda: HttpLineageResolver(central.url),
     )
 
-    assert len(passed) == 21
+    assert len(passed) == 25
 
 
 async def test_each_part_serves_alone(central, tmp_path, entry):
@@ -288,7 +288,7 @@ async def test_after_close_nothing_is_sent(far, entry):
 
 def test_a_link_belongs_to_one_loop(monkeypatch):
     """A second event loop is told, instead of hanging on the first one's connections."""
-    monkeypatch.setattr("capture_server.stores.remote.CONTROL_S", 0.05)
+    monkeypatch.setattr("capture_server.stores.remote_source.CONTROL_S", 0.05)
     link = SidecarLink("http://127.0.0.1:9")
     source = HttpTokenSource(link)
 
