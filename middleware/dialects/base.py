@@ -96,8 +96,11 @@ class AnswerContent(Protocol):
     response_id: str | None
     model: str
     usage: dict[str, Any] | None
-    generated: int | None  # tokens that ``usage`` counts for the whole answer
     error_seen: bool
+
+    @property
+    def generated(self) -> int | None:
+        """Tokens that ``usage`` counts for the whole answer."""
 
     @property
     def saw_text(self) -> bool:

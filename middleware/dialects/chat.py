@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from middleware.dialects.choices import ChoicesReader, ContentAssembler, openai_error
-from middleware.dialects.choices_content import ChoicesContent
+from middleware.dialects.choices import ChoicesReader, openai_error
+from middleware.dialects.choices_content import ChoicesContent, ContentAssembler
 from middleware.engines.base import EngineProfile
 from middleware.errors import InvalidInputError, UnsupportedParameterError
 from middleware.records import response_to_output_items

@@ -6,7 +6,6 @@ add up (counts, types, missing arrays) is an ``AnswerDefect``, never padded, cut
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -14,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from middleware.dialects.base import Answer, ChoiceAnswer
+from middleware.dialects.choices_content import ContentAssembler, ShownAnswer, ShownChoice
 from middleware.engines.base import (
     AnswerDefect,
     EngineProfile,
@@ -26,41 +26,18 @@ from middleware.records import TokenIds, strip_token_fields
 _NUMBERS: Final = frozenset((int, float))
 
 
-class ContentAssembler(ABC):
-    """Puts the content of one choice together."""
-
-    @abstractmethod
-    def add(self, choice: Mapping[str, Any]) -> bool:
-        """Take a whole choice or a chunk's; return whether the client sees text in it."""
-
-    @abstractmethod
-    def output_items(self) -> list[dict[str, Any]]:
-        """The content as Responses-style output items."""
-
-
-class _ChoiceState:
+class _ChoiceState(ShownChoice):
     """Tokens and content of one choice so far."""
 
-    __slots__ = (
-        "content",
-        "finish_reason",
-        "ids",
-        "log_probs",
-        "prompt",
-        "reported",
-        "routed_experts",
-        "visible",
-    )
+    __slots__ = ("ids", "log_probs", "prompt", "reported", "routed_experts")
 
     def __init__(self, content: ContentAssembler) -> None:
-        self.content = content
+        super().__init__(content)
         self.ids = array("q")
         self.log_probs = array("d")
         self.prompt: TokenIds | None = None
-        self.finish_reason = ""
         self.reported = False  # the engine reported ids, be they none
         self.routed_experts: Any = None
-        self.visible = False  # the client saw text of this choice
 
     def add_tokens(self, bundle: TokenBundle) -> None:
         ids = bundle.ids or []
@@ -86,8 +63,11 @@ class _ChoiceState:
         self.log_probs.extend(log_probs)
 
 
-class ChoicesReader:
-    """Collects one answer. Feed it every parsed payload, then ask for the ``answer``."""
+class ChoicesReader(ShownAnswer[_ChoiceState]):
+    """Collects one answer. Feed it every parsed payload, then ask for the ``answer``.
+
+    Defects are kept until then, not raised.
+    """
 
     refusal: Final = None  # see ``AnswerReader``: an engine behind HTTP refuses for itself
 
@@ -101,81 +81,23 @@ class ChoicesReader:
         choices_per_prompt: int,
         echo: bool,
     ) -> None:
+        super().__init__(lambda: _ChoiceState(content()), num_choices=num_choices)
         self._dialect = dialect
         self._profile = profile
-        self._content = content
-        self._num_choices = num_choices
         self._per_prompt = max(1, choices_per_prompt)
         self._echo = echo
-        self._choices: dict[int, _ChoiceState] = {}
-        self._usage: dict[str, Any] | None = None
-        self._usage_is_total = False
-        self.response_id: str | None = None
-        self.model = ""
         self.num_tokens = 0
-        self.saw_text = False
         self._unbacked = False
-        self.error_seen = False
         self.defect: AnswerDefect | None = None
 
-    @property
-    def complete(self) -> bool:
-        """Every expected choice has its finish reason."""
-        return len(self._choices) >= self._num_choices and self.all_finished
-
-    @property
-    def all_finished(self) -> bool:
-        """Every choice that appeared has its finish reason (some engines ignore ``n``)."""
-        choices = self._choices.values()
-        return bool(choices) and all(choice.finish_reason for choice in choices)
-
-    def feed(self, payload: Mapping[str, Any]) -> None:
-        """Take one chunk, or the whole answer. Defects are kept, not raised."""
-        try:
-            self._feed(payload)
-        except (TypeError, ValueError, OverflowError, AttributeError) as error:
-            # An engine may say anything; the call is served all the same.
-            kind = type(error).__name__
-            self._keep(AnswerDefect("unparsable_answer", f"the answer has an odd shape ({kind})"))
-
-    def _feed(self, payload: Mapping[str, Any]) -> None:
-        if payload.get("error") or payload.get("object") == "error":
-            self.error_seen = True
-        if self.response_id is None and isinstance(payload.get("id"), str):
-            self.response_id = payload["id"]
-        if not self.model and isinstance(payload.get("model"), str):
-            self.model = payload["model"]
-        choices = payload.get("choices") or []
-        if not isinstance(choices, list):
-            self._keep(AnswerDefect("unparsable_answer", "choices is no array"))
-            choices = []
-        self._note_usage(payload.get("usage"), is_total=not choices)
-        for position, choice in enumerate(choices):
-            if isinstance(choice, dict):
-                self._feed_choice(payload, choice, position)
-            else:
-                self._keep(AnswerDefect("unparsable_answer", "a choice is no object"))
-
-    def feed_whole(self, payload: Mapping[str, Any]) -> bool:
-        """``feed`` for a non-streaming answer, whose usage counts all its choices."""
-        self.feed(payload)
-        if self._usage is not None:
-            self._usage_is_total = True
-        return bool(payload.get("choices"))
-
-    def _feed_choice(
-        self, payload: Mapping[str, Any], choice: Mapping[str, Any], position: int
+    def _take(
+        self,
+        state: _ChoiceState,
+        payload: Mapping[str, Any],
+        choice: Mapping[str, Any],
+        *,
+        visible: bool,
     ) -> None:
-        index = choice.get("index", position)
-        if not isinstance(index, int) or isinstance(index, bool) or index < 0:
-            self._keep(AnswerDefect("invalid_choice_index", "a choice's index is no integer >= 0"))
-            return
-        state = self._choices.get(index)
-        if state is None:
-            state = self._choices[index] = _ChoiceState(self._content())
-        visible = state.content.add(choice)
-        state.visible = state.visible or visible
-        self.saw_text = self.saw_text or visible
         try:
             bundle = self._profile.read(self._dialect, payload, choice, echo=self._echo)
             if bundle.prompt is not None:
@@ -196,21 +118,15 @@ class ChoicesReader:
                 state.routed_experts = bundle.routed_experts
         except AnswerDefect as defect:
             self._keep(defect)
-        if isinstance(choice.get("finish_reason"), str) and choice["finish_reason"]:
-            state.finish_reason = choice["finish_reason"]
+
+    def _note_odd(self, code: str, detail: str) -> None:
+        self._keep(AnswerDefect(code, detail))
 
     def _note_prompt(self, state: _ChoiceState, prompt: list[Any]) -> None:
         ids = checked_ids(prompt, "prompt_token_ids")
         if state.prompt is not None and state.prompt != ids:
             raise AnswerDefect("conflicting_prompt_token_ids", "reported twice, differently")
         state.prompt = ids
-
-    def _note_usage(self, usage: Any, *, is_total: bool) -> None:
-        # continuous_usage_stats puts one choice's running usage on every chunk; the separate
-        # last chunk (no choices) has the total.
-        if isinstance(usage, dict) and (is_total or not self._usage_is_total):
-            self._usage = usage
-            self._usage_is_total = is_total
 
     def _keep(self, defect: AnswerDefect) -> None:
         self.defect = self.defect or defect
@@ -231,7 +147,7 @@ class ChoicesReader:
             choices=[self._choice_answer(index) for index in sorted(self._choices)],
             response_id=self.response_id,
             model=self.model,
-            usage=self._usage,
+            usage=self.usage,
         )
 
     def _choice_answer(self, index: int) -> ChoiceAnswer:
@@ -263,17 +179,17 @@ class ChoicesReader:
         return None
 
     def _check_usage(self) -> None:
-        if self._usage is None or not (self._usage_is_total or self._num_choices == 1):
+        if self.usage is None or not (self._usage_is_total or self._num_choices == 1):
             if self._unbacked:
                 raise AnswerDefect("missing_token_ids", "the last chunk's text has no token ids")
             return
-        counted = self._usage.get("completion_tokens")
+        counted = self.usage.get("completion_tokens")
         if isinstance(counted, int) and counted != self.num_tokens:
             raise AnswerDefect(
                 "usage_mismatch", f"usage says {counted} generated tokens, seen {self.num_tokens}"
             )
         prompts = {index // self._per_prompt: self._prompt_of(index) for index in self._choices}
-        counted = self._usage.get("prompt_tokens")
+        counted = self.usage.get("prompt_tokens")
         seen = sum(len(prompt) for prompt in prompts.values() if prompt is not None)
         known = bool(prompts) and None not in prompts.values()
         if known and isinstance(counted, int) and counted != seen:

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from middleware.dialects.chat import choice_count, refuse_uncapturable
-from middleware.dialects.choices import ChoicesReader, ContentAssembler, openai_error
-from middleware.dialects.choices_content import ChoicesContent
+from middleware.dialects.choices import ChoicesReader, openai_error
+from middleware.dialects.choices_content import ChoicesContent, ContentAssembler
 from middleware.engines.base import EngineProfile
 from middleware.records import TokenIds
 

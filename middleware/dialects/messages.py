@@ -99,12 +99,12 @@ class MessagesContent(SingleAnswerContent):
         elif kind == "message_delta":
             self.note_usage(payload.get("usage"))
             self.complete = True
-        elif kind == "error" or payload.get("error") is not None:
+        elif kind == "error" or payload.get("error"):
             self.error_seen = True
 
     def feed_whole(self, payload: Mapping[str, Any]) -> bool:
         """Take a whole answer."""
-        if payload.get("type") == "error" or payload.get("error") is not None:
+        if payload.get("type") == "error" or payload.get("error"):
             self.error_seen = True
         if not isinstance(payload.get("content"), list):
             return False

@@ -70,7 +70,7 @@ class ResponsesContent(SingleAnswerContent):
         """Take one event."""
         kind = payload.get("type")
         if not isinstance(kind, str):
-            self.error_seen = self.error_seen or payload.get("error") is not None
+            self.error_seen = self.error_seen or bool(payload.get("error"))
             return
         response = payload.get("response")
         if kind in ("error", "response.failed"):
@@ -89,7 +89,7 @@ class ResponsesContent(SingleAnswerContent):
 
     def feed_whole(self, payload: Mapping[str, Any]) -> bool:
         """Take a whole answer."""
-        if payload.get("error") is not None or payload.get("status") == "failed":
+        if payload.get("error") or payload.get("status") == "failed":
             self.error_seen = True
         if not isinstance(payload.get("output"), list):
             return False

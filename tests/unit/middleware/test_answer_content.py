@@ -179,6 +179,37 @@ def test_error_events_are_seen(dialect: Any, event: dict[str, Any]) -> None:
     assert fed(dialect, [event]).error_seen is True
 
 
+@pytest.mark.parametrize("nothing", [None, {}, "", False])
+@pytest.mark.parametrize("dialect", [CHAT, RESPONSES, MESSAGES])
+def test_an_empty_error_member_is_none(dialect: Any, nothing: object) -> None:
+    """Some engines send the member with every answer."""
+    whole_answer = {"id": "x", "choices": [], "output": [], "content": [], "error": nothing}
+    content = dialect.content({})
+    content.feed_whole(whole_answer)
+    content.feed({"error": nothing})
+    assert content.error_seen is False
+
+
+def test_a_running_count_is_not_the_total() -> None:
+    """Only the last chunk, which has no choices, counts the whole answer."""
+    chunk = {
+        "choices": [{"index": 0, "delta": {"content": "a"}}],
+        "usage": {"completion_tokens": 1},
+    }
+    content = fed(CHAT, [chunk])
+    assert content.generated is None
+    content.feed({"choices": [], "usage": {"completion_tokens": 2}})
+    assert content.generated == 2
+
+
+@pytest.mark.parametrize("odd", [{"choices": 3}, {"choices": [3]}, {"choices": [{"index": -1}]}])
+def test_odd_shapes_are_passed_over(odd: dict[str, Any]) -> None:
+    """The engine's own report decides; reading the answer never raises."""
+    content = fed(CHAT, [odd, {"choices": [{"index": 0, "finish_reason": "stop"}]}])
+    assert content.is_finished(0)
+    assert not content.saw_text
+
+
 def test_requests_as_items() -> None:
     """Instructions and system prompts lead; a string input is a user message."""
     assert RESPONSES.request_items({"instructions": "be", "input": "hi"}) == [
