@@ -12,16 +12,17 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Final
 
 import uvicorn
 from fastapi import FastAPI
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from capture_server.auth import exposure_notice
 from capture_server.config import Settings
+from capture_server.control_door import ControlDoor
 from capture_server.control_routes import install_control_routes
 from capture_server.engine_probe import EngineProbe
 from capture_server.logs import configure_logging
@@ -32,8 +33,10 @@ from capture_server.store_rpc import install_store_rpc
 from capture_server.stores.registry import open_resolver, open_store
 from capture_server.stores.statistics import CountingStore, spill_usage
 from capture_server.tracing import CallTracer
+from capture_server.ui import install_dashboard
 from capture_server.workers import check_workers, serve_workers
 from middleware._version import __version__
+from middleware.agent_tokens import AgentTokens
 from middleware.asgi import CaptureMiddleware, CaptureOptions
 from middleware.asgi_messages import json_messages
 from middleware.capture import health
@@ -109,16 +112,24 @@ def create_app(settings: Settings, *, store: CaptureStore | None = None) -> Fast
         redoc_url=None,
     )
     app.router.redirect_slashes = False
-    app.router.default = engine_app = proxy if proxy is not None else _no_upstream
+    engine_app: ASGIApp = proxy if proxy is not None else _no_upstream
+    door = ControlDoor(settings.control_port)
+    app.router.default = door.default_app(engine_app)
     install_store_rpc(app, capture_store, resolver, settings)
     app.include_router(metrics_router(metrics))
+    install_dashboard(app, capture_store, settings, lambda: len(calls))
     install_control_routes(app, capture_store, settings, calls, readiness_checks=[_lost_marks])
+    app.add_middleware(door.middleware, engine_app=engine_app)
     app.add_middleware(
         CaptureMiddleware,
         engine_app=engine_app,
         sink=capture_store,
         resolver=resolver,
         engine=engine,
+        agent_tokens=(
+            AgentTokens(settings.agent_token_keys) if settings.agent_tokens == "signed" else None
+        ),
+        takes_calls=door.takes_calls,
         staging=open_staged_calls(
             settings.external_staging, capture_store, workers=settings.workers
         ),
@@ -141,23 +152,27 @@ def serve(settings: Settings) -> None:
         ConfigurationError: it cannot start with these settings.
     """
     configure_logging(settings.log_level, settings.log_format)
-    app = create_app(settings) if settings.workers == 1 else None
-    if app is None:
+    if settings.workers > 1:
         check_workers(settings)
-    listener = _bind(settings)
+    listeners = [_bind(settings.host, settings.port)]
+    if settings.control_port is not None:
+        listeners.append(_bind(settings.control_address, settings.control_port))
+        # Port 0 takes a free one: the application tells the two apart by their numbers.
+        control_port = listeners[1].getsockname()[1]
+        settings = settings.model_copy(update={"control_port": control_port})
+    app = create_app(settings) if settings.workers == 1 else None
     if (notice := exposure_notice(settings)) is not None:
         logger.log(*notice, extra={"action": "exposure"})
-    host, port = listener.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    print(f"token-capture {__version__} listening on http://{shown}:{port}", file=sys.stderr)  # noqa: T201
+    shown = ", control on ".join(map(_url_of, listeners))
+    print(f"token-capture {__version__} listening on {shown}", file=sys.stderr)  # noqa: T201
     if app is not None:
-        run_server(app, settings, listener)
+        run_server(app, settings, listeners)
     else:
         with shared_metrics():
-            serve_workers(settings, listener, stop_timeout_s=_GRACEFUL_S + 2 * _DRAIN_S)
+            serve_workers(settings, listeners, stop_timeout_s=_GRACEFUL_S + 2 * _DRAIN_S)
 
 
-def run_server(app: FastAPI, settings: Settings, listener: socket.socket) -> bool:
+def run_server(app: FastAPI, settings: Settings, listeners: Sequence[socket.socket]) -> bool:
     """Serve in this process until SIGTERM or SIGINT; False if it could not begin to."""
     tune_garbage_collector()
     config = uvicorn.Config(
@@ -176,7 +191,7 @@ def run_server(app: FastAPI, settings: Settings, listener: socket.socket) -> boo
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
     server = uvicorn.Server(config)
-    server.run(sockets=[listener])
+    server.run(sockets=list(listeners))
     return server.started
 
 
@@ -189,15 +204,18 @@ def tune_garbage_collector() -> None:
     gc.set_threshold(50_000, 20, 20)
 
 
-def _bind(settings: Settings) -> socket.socket:
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    listener = socket.create_server(
-        (settings.host, settings.port), family=family, backlog=2048, reuse_port=False
-    )
+def _bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, port), family=family, backlog=2048, reuse_port=False)
     # Accepted sockets inherit it. asyncio sets it itself only where the socket's protocol is
     # named; without it an answer's second write waits 40 ms for the client's acknowledgement.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
+
+
+def _url_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _engine(settings: Settings, proxy: UpstreamProxy | None) -> EngineProfile | EngineProvider:

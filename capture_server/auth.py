@@ -112,11 +112,11 @@ def exposure_notice(settings: Settings) -> tuple[int, str] | None:
     """What to log at start about unprotected control routes: (level, sentence); None: nothing."""
     if settings.control_tokens:
         return None
-    if is_loopback_host(settings.host):
+    if is_loopback_host(settings.control_address):
         return logging.INFO, (
             "no control token is set: control routes are served to this machine only"
         )
     return logging.WARNING, (
-        f"INSECURE: everyone who can connect to {settings.host} may read and delete every "
-        "rollout; set TOKEN_CAPTURE_CONTROL_TOKEN and drop insecure"
+        f"INSECURE: everyone who can connect to {settings.control_address} may read and delete "
+        "every rollout; set TOKEN_CAPTURE_CONTROL_TOKEN and drop insecure"
     )

@@ -102,6 +102,9 @@ def serve(
     host: Annotated[str | None, typer.Option(help="Address to bind (127.0.0.1).")] = None,
     port: Annotated[int | None, typer.Option(help="Port to bind (8900); 0: a free one.")] = None,
     control_port: Annotated[int | None, typer.Option(help="Own port for control routes.")] = None,
+    control_host: Annotated[
+        str | None, typer.Option(help="Address of --control-port (that of --host).")
+    ] = None,
     workers: Annotated[int | None, typer.Option(help="Server processes (1).")] = None,
     root_path: Annotated[str | None, typer.Option(help="Path prefix of a gateway.")] = None,
     on_disconnect: Annotated[

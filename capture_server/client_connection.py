@@ -10,6 +10,7 @@ import httpx
 
 from capture_server.client_requests import Answer, Call
 from capture_server.errors import SidecarUnreachableError
+from middleware.agent_tokens import AgentTokens, split_keys
 from middleware.errors import ConfigurationError
 from middleware.paths import capture_base_url
 
@@ -25,15 +26,36 @@ def token_from_environment() -> str | None:
     Raises:
         ConfigurationError: the file cannot be read.
     """
-    text = os.environ.get("TOKEN_CAPTURE_CONTROL_TOKEN", "")
-    file = os.environ.get("TOKEN_CAPTURE_CONTROL_TOKEN_FILE", "")
-    if not text and file:
-        try:
-            text = Path(file).expanduser().read_text(encoding="utf-8")
-        except OSError as exc:
-            raise ConfigurationError(f"cannot read {file}: {exc.strerror}") from exc
-    tokens = text.replace(",", " ").split()
+    tokens = _secret_from_environment("TOKEN_CAPTURE_CONTROL_TOKEN").replace(",", " ").split()
     return tokens[0] if tokens else None
+
+
+def agent_tokens_from_environment() -> AgentTokens | None:
+    """What signs agents' URLs: TOKEN_CAPTURE_AGENT_TOKEN_KEY, or the file of ..._FILE.
+
+    None without a key, and where TOKEN_CAPTURE_AGENT_TOKENS is ``off``.
+
+    Raises:
+        ConfigurationError: the key cannot be used, or URLs must be signed and there is none.
+    """
+    mode = os.environ.get("TOKEN_CAPTURE_AGENT_TOKENS", "").strip().lower()
+    if mode == "off":
+        return None
+    try:
+        keys = split_keys(_secret_from_environment("TOKEN_CAPTURE_AGENT_TOKEN_KEY"))
+    except ValueError as exc:
+        raise ConfigurationError(f"TOKEN_CAPTURE_AGENT_TOKEN_KEY: {exc}") from exc
+    return AgentTokens(keys) if keys or mode == "signed" else None
+
+
+def _secret_from_environment(name: str) -> str:
+    text, file = os.environ.get(name, ""), os.environ.get(f"{name}_FILE", "")
+    if text or not file:
+        return text
+    try:
+        return Path(file).expanduser().read_text(encoding="utf-8")
+    except OSError as exc:
+        raise ConfigurationError(f"cannot read {file}: {exc.strerror}") from exc
 
 
 class Connection:
@@ -67,10 +89,13 @@ class Connection:
     def base_url(self, rollout_id: str) -> str:
         """The base URL to give to the agent of this rollout (ends in ``/v1``).
 
+        Signed where this process has the key (see ``agent_tokens_from_environment``).
+
         Raises:
             InvalidIdError: the id is not valid.
+            ConfigurationError: the key cannot be used.
         """
-        return capture_base_url(self._server, rollout_id)
+        return capture_base_url(self._server, rollout_id, agent_tokens_from_environment())
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._server!r})"

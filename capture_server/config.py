@@ -37,6 +37,7 @@ from capture_server.seed_config import (
     token_id_capture_enabled_for_agent,
 )
 from capture_server.store_urls import shown_url
+from middleware.agent_tokens import split_keys
 from middleware.errors import ConfigurationError
 
 __all__ = [
@@ -62,9 +63,7 @@ _SERVICE_LINK: Final = re.compile(r"TOKEN_CAPTURE_(SERVICE_(HOST|PORT.*)|PORT_\d
 #: What this release can honour of settings whose full range comes later. To lift a limit, delete
 #: or widen its row; the setting's type already holds the full range.
 RELEASED_VALUES: Final[Mapping[str, tuple[Any, ...]]] = {
-    "agent_tokens": ("off",),
     "bridge": ("auto", "never"),
-    "control_port": (None,),
     "engine": ("auto", "vllm", "openai", "nemo_rl"),
     "max_wait_s": (60.0,),
     "prefix_supply": ("off",),
@@ -117,6 +116,9 @@ class Settings(BaseSettings):
     control_port: int | None = Field(
         None, ge=0, le=65535, description="serve control routes on a port of their own"
     )
+    control_host: str | None = Field(
+        None, min_length=1, description="address of control_port; unset: that of host"
+    )
     workers: int = Field(1, ge=1, le=1024, description="server processes")
     root_path: str = Field("", description="path prefix under which a gateway serves us")
     on_disconnect: Literal["cancel", "drain"] = Field(
@@ -153,6 +155,10 @@ class Settings(BaseSettings):
     agent_tokens: Literal["off", "signed"] = Field(
         "off", description="require a signature in the rollout id of an agent's URL"
     )
+    agent_token_key: SecretStr | None = Field(
+        None, description="key of the signatures; several: the first signs, each is accepted"
+    )
+    agent_token_key_file: Path | None = Field(None, description="file holding agent_token_key")
     traces: Literal["off", "otlp"] = Field(
         "off", description="send a span per captured call to an OpenTelemetry collector"
     )
@@ -169,6 +175,7 @@ class Settings(BaseSettings):
     # Declared last: its validator sees every field that the combination is judged by.
     insecure: bool = Field(False, description="serve control routes to anyone who can connect")
 
+    _agent_keys: tuple[str, ...] = PrivateAttr(())
     _control_tokens: tuple[str, ...] = PrivateAttr(())
     _upstream_key: str | None = PrivateAttr(None)
 
@@ -233,7 +240,7 @@ class Settings(BaseSettings):
             raise _problem("a root path starts with '/'")
         return value.rstrip("/")
 
-    @field_validator("control_token_file", "upstream_api_key_file")
+    @field_validator("control_token_file", "upstream_api_key_file", "agent_token_key_file")
     @classmethod
     def _secret_file(cls, value: Path | None, info: Any) -> Path | None:
         if value is None:
@@ -246,6 +253,8 @@ class Settings(BaseSettings):
             raise _problem(f"{value} is empty")
         if name == "control_token":
             _split_tokens(secret)
+        if name == "agent_token_key":
+            _split_keys(secret)
         return value
 
     @field_validator("insecure")
@@ -257,12 +266,45 @@ class Settings(BaseSettings):
         judged = "host" in data and all(name in data for name in token_fields)
         if value or not judged or any(data[name] for name in token_fields):
             return value
-        if not is_loopback_host(data["host"]):
+        control_host = data.get("control_host") or data["host"]
+        if data.get("control_port") is None:
+            control_host = data["host"]
+        if not is_loopback_host(control_host):
             raise _problem(
-                f"binding {data['host']} without a control token would open every rollout to the "
+                f"binding {control_host} without a control token would open every rollout to the "
                 "network: set TOKEN_CAPTURE_CONTROL_TOKEN (or _FILE), bind 127.0.0.1, or accept "
                 "the risk with insecure"
             )
+        return value
+
+    @field_validator("agent_token_key")
+    @classmethod
+    def _keys_usable(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None:
+            _split_keys(value.get_secret_value())
+        return value
+
+    @field_validator("control_host")
+    @classmethod
+    def _control_host(cls, value: str | None, info: Any) -> str | None:
+        port = info.data.get("control_port")
+        if value is not None and "control_port" in info.data and port is None:
+            raise _problem("control routes have no port of their own: set control_port too")
+        return value
+
+    @field_validator("insecure")
+    @classmethod
+    def _consistent(cls, value: bool, info: Any) -> bool:
+        data = info.data
+        key_fields = ("agent_token_key", "agent_token_key_file")
+        judged = all(name in data for name in key_fields)
+        has_key = any(data.get(name) for name in key_fields)
+        if data.get("agent_tokens") == "signed" and judged and not has_key:
+            raise _problem(
+                "agent_tokens=signed needs a key: set TOKEN_CAPTURE_AGENT_TOKEN_KEY (or _FILE)"
+            )
+        if data.get("control_port") and data["control_port"] == data.get("port"):
+            raise _problem("control_port and port must differ")
         return value
 
     @field_validator("control_token")
@@ -277,12 +319,25 @@ class Settings(BaseSettings):
         self._control_tokens = _split_tokens(
             _secret(self.control_token, self.control_token_file) or ""
         )
+        self._agent_keys = _split_keys(
+            _secret(self.agent_token_key, self.agent_token_key_file) or ""
+        )
         self._upstream_key = _secret(self.upstream_api_key, self.upstream_api_key_file)
 
     @property
     def control_tokens(self) -> tuple[str, ...]:
         """The accepted control tokens, from the variable or the file; empty: none set."""
         return self._control_tokens
+
+    @property
+    def agent_token_keys(self) -> tuple[str, ...]:
+        """The keys of agents' URLs, from the variable or the file; empty: none set."""
+        return self._agent_keys
+
+    @property
+    def control_address(self) -> str:
+        """The address on which control routes are served."""
+        return (self.control_host or self.host) if self.control_port is not None else self.host
 
     @property
     def engine_api_key(self) -> str | None:
@@ -378,6 +433,13 @@ def _secret(value: SecretStr | None, file: Path | None) -> str | None:
     if value is not None:
         return value.get_secret_value()
     return _read_secret(file) if file is not None else None
+
+
+def _split_keys(text: str) -> tuple[str, ...]:
+    try:
+        return split_keys(text)
+    except ValueError as exc:
+        raise _problem(str(exc)) from exc
 
 
 def _split_tokens(text: str) -> tuple[str, ...]:

@@ -10,7 +10,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictInt,
+    StrictStr,
+    field_validator,
+)
 
 from middleware.paths import MAX_ID_LENGTH
 from middleware.protocols import IncompleteReason, RolloutStatus
@@ -19,6 +27,12 @@ from middleware.records import TokenEntry
 ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 MAX_BATCH = 10_000
 MAX_PAGE = 1000
+
+MAX_BUDGET = 2**53 - 1
+MAX_TTL_S = 366 * 86_400.0
+MAX_LABELS = 64
+LabelName = Annotated[str, Field(pattern=r"^[!-~]{1,128}$")]
+LabelValue = Annotated[str, Field(max_length=1024, pattern=r"^[^\x00-\x1f\x7f]*$")]
 
 Identifier = Annotated[str, Field(min_length=1, max_length=MAX_ID_LENGTH, pattern=ID_PATTERN)]
 
@@ -91,6 +105,9 @@ class StatusBody(BaseModel):
     snapshot_id: str | None
     version: int
     labels: dict[str, str]
+    max_calls: int | None
+    max_generated_tokens: int | None
+    expires_at: float | None
 
     @classmethod
     def of(cls, status: RolloutStatus) -> StatusBody:
@@ -112,6 +129,9 @@ class StatusBody(BaseModel):
             snapshot_id=status.snapshot_id,
             version=status.version,
             labels=dict(status.labels),
+            max_calls=status.max_calls,
+            max_generated_tokens=status.max_generated_tokens,
+            expires_at=status.expires_at,
         )
 
 
@@ -214,6 +234,36 @@ class TrajectoriesRequest(TrajectoriesQuery):
 
     verified_response: dict[str, Any] | None = Field(
         None, description="the response that the verifier scored"
+    )
+
+
+def _whole_number(value: Any) -> Any:
+    """JSON knows no integers: 3.0 is 3, but neither "3" nor true is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Budget = Annotated[int, Field(ge=0, le=MAX_BUDGET, strict=True), BeforeValidator(_whole_number)]
+
+
+class RegisterRequest(BaseModel):
+    """Body of ``PUT R``; what is left out is not limited."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    max_calls: Budget | None = None
+    max_generated_tokens: Budget | None = None
+    ttl_s: float | None = Field(
+        None,
+        gt=0,
+        le=MAX_TTL_S,
+        strict=True,
+        allow_inf_nan=False,
+        description="seconds from now, after which an open rollout is frozen incomplete",
+    )
+    labels: dict[LabelName, LabelValue] = Field(
+        default_factory=dict,
+        max_length=MAX_LABELS,
+        json_schema_extra={"additionalProperties": False},  # other names are refused
     )
 
 

@@ -9,15 +9,14 @@ threads, so that a large rollout delays no model call. ``R`` is
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Annotated, Any, Final
 
 import anyio
 import anyio.to_thread
-from fastapi import APIRouter, FastAPI, Path, Query, Request, Security
+from fastapi import FastAPI, Path, Query, Request
 from fastapi.responses import StreamingResponse
-from fastapi.security import HTTPBearer
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from capture_server import snapshot_body as body_of
 from capture_server.arrow_body import arrow_is_installed, rows_pieces, snapshot_pieces
@@ -28,35 +27,31 @@ from capture_server.control_models import (
     BatchBody,
     BatchRequest,
     DeletedBody,
-    ErrorBody,
     ListBody,
     ListQuery,
+    RegisterRequest,
     RetiredBody,
     RetireRequest,
-    SnapshotBody,
     SnapshotQuery,
-    StaleSnapshotBody,
     StatusBody,
     SweepBody,
     SweepRequest,
-    TrajectoriesBody,
     TrajectoriesQuery,
     TrajectoriesRequest,
 )
+from capture_server.control_router import ARROW, JSON, NDJSON, control_router
 from capture_server.errors import (
-    MethodNotAllowedError,
     NotAcceptableError,
     UnknownRouteError,
     error_body,
 )
 from capture_server.errors_http import install_error_handlers
 from capture_server.freezing import OpenCalls, freeze_rollout, retire_current, retire_rollout
-from capture_server.guarded_route import guarded_route_class
 from capture_server.health_routes import ReadinessCheck, health_router
 from capture_server.negotiation import etag_matches, preferred_encoding, preferred_type
+from capture_server.registration import register_rollout, settle_all, settled
 from capture_server.staging.control import (
     CONTROL_ROUTE_PREFIX,
-    MANIFEST_PATH,
     RolloutControlClient,
     install_rollout_control_routes,
 )
@@ -64,7 +59,7 @@ from capture_server.staging.ledger import LedgerBackend, StoreLedger
 from capture_server.staging.records import RolloutManifest
 from capture_server.trajectories_body import build_trajectories
 from middleware.errors import TokenCaptureError, TokenCaptureRetiredError
-from middleware.paths import CAPTURE_SEGMENT, MAX_ID_LENGTH, ROLLOUT_SEGMENT, validate_rollout_id
+from middleware.paths import MAX_ID_LENGTH, validate_rollout_id
 from middleware.protocols import CaptureStore
 
 __all__ = [
@@ -75,11 +70,6 @@ __all__ = [
     "install_rollout_control_routes",
 ]
 
-LISTING_PATH: Final = f"/{ROLLOUT_SEGMENT}"
-ROLLOUT_PATH: Final = f"/{ROLLOUT_SEGMENT}/{{rollout_id}}/{CAPTURE_SEGMENT}"
-JSON: Final = "application/json"
-NDJSON: Final = "application/x-ndjson"
-ARROW: Final = "application/vnd.apache.arrow.stream"
 _BATCH_CONCURRENCY: Final = 64
 _ARROW_OFFER: Final = (ARROW,) if arrow_is_installed() else ()
 _NO_ARROW: Final = "Arrow needs pyarrow in the server: pip install 'token-capture[arrow]'"
@@ -88,7 +78,6 @@ _SNAPSHOT_WRITERS: Final = {
     NDJSON: body_of.ndjson_pieces,
     ARROW: snapshot_pieces,
 }
-_BYTES: Final = {"schema": {"type": "string", "format": "binary"}}
 
 RolloutId = Annotated[
     str,
@@ -100,30 +89,33 @@ RolloutId = Annotated[
     ),
 ]
 
-_Responses = dict[int | str, dict[str, Any]]
 
-
-def _errors(*statuses: int, **models: type[ErrorBody]) -> _Responses:
-    """Documented error answers; ``default`` keeps the framework's 422 out of the document."""
-    documented: _Responses = {"default": {"model": ErrorBody, "description": "any other error"}}
-    for status in (401, *statuses):
-        documented[status] = {"model": models.get(f"m{status}", ErrorBody)}
-    return documented
-
-
-class _ControlRoutes:
+class ControlRoutes:
     """The handlers, bound to one store."""
 
     def __init__(self, store: CaptureStore, settings: Settings, calls: OpenCalls | None) -> None:
         self._store = store
         self._grace_s = settings.freeze_grace_s
+        self._has_external_staging = settings.external_staging != "off"
         self._calls = calls
         # Half the cores: the event loop that proxies model calls keeps the others.
         self._threads = anyio.CapacityLimiter(max(2, (os.cpu_count() or 2) // 2))
 
     async def status(self, rollout_id: RolloutId) -> StatusBody:
         """Counts and state of a rollout, without token arrays."""
-        return StatusBody.of(await self._store.status(rollout_id))
+        return StatusBody.of(await settled(self._store, await self._store.status(rollout_id)))
+
+    async def register(
+        self, rollout_id: RolloutId, body: RegisterRequest | None = None
+    ) -> StatusBody:
+        """Give an unused id budgets, an expiry and labels, before its first call."""
+        status = await register_rollout(
+            self._store,
+            rollout_id,
+            body or RegisterRequest(),
+            external_staging=self._has_external_staging,
+        )
+        return StatusBody.of(status)
 
     async def freeze(self, rollout_id: RolloutId) -> StatusBody:
         """Refuse new calls, wait a bounded time for running ones, and fix the snapshot."""
@@ -136,7 +128,7 @@ class _ControlRoutes:
     ) -> Response:
         """The immutable view of a frozen rollout: JSON, NDJSON with the header first, or Arrow."""
         media_type = _negotiated(request, (JSON, NDJSON, *_ARROW_OFFER))
-        status = await self._store.status(rollout_id)
+        status = await settled(self._store, await self._store.status(rollout_id))
         asked_etag = request.headers.get("if-none-match", "")
         if status.state == "frozen" and asked_etag:
             etag = _etag(status.snapshot_id or "", status.version)
@@ -175,6 +167,7 @@ class _ControlRoutes:
         # Only rows have an Arrow form: who asks for Arrow and no format means them.
         rows = asked.format == "traces" or "format" not in asked.model_fields_set
         media_type = _negotiated(request, (JSON, *(_ARROW_OFFER if rows else ())))
+        await settled(self._store, await self._store.status(rollout_id))
         snapshot = await self._store.snapshot(rollout_id)
         headers = {"vary": "accept, accept-encoding"}
         if media_type == ARROW:
@@ -211,7 +204,9 @@ class _ControlRoutes:
         rows, next_cursor = await self._store.list_rollouts(
             state=query.state, prefix=query.prefix, limit=query.limit, cursor=query.cursor
         )
-        return ListBody(rollouts=[StatusBody.of(row) for row in rows], next_cursor=next_cursor)
+        found = [await settled(self._store, row) for row in rows]
+        shown = [StatusBody.of(row) for row in found if query.state in (None, row.state)]
+        return ListBody(rollouts=shown, next_cursor=next_cursor)
 
     async def batch(self, body: BatchRequest) -> BatchBody:
         """One operation on many rollouts; each has its own result or error."""
@@ -243,7 +238,8 @@ class _ControlRoutes:
         return RetiredBody().model_dump()
 
     async def sweep(self, body: SweepRequest | None = None) -> SweepBody:
-        """Remove old tombstones of retired rollouts."""
+        """Remove old tombstones; freeze the open rollouts whose time is up."""
+        await settle_all(self._store)
         age_s = (body or SweepRequest()).older_than_seconds
         return SweepBody(removed=await self._store.sweep_retired(age_s))
 
@@ -291,115 +287,6 @@ def _snapshot_headers(etag: str) -> dict[str, str]:
     }
 
 
-# --- wiring ------------------------------------------------------------------------------------
-
-
-def _control_router(routes: _ControlRoutes, guard: ControlGuard) -> APIRouter:
-    # For the document only: the guard has decided by then.
-    scheme = Security(HTTPBearer(auto_error=False, scheme_name="control_token"))
-    router = APIRouter(
-        route_class=guarded_route_class(guard),
-        tags=["control"],
-        generate_unique_id_function=lambda route: route.name,
-        dependencies=[scheme] if guard.needs_token else [],
-    )
-    methods_of: dict[str, list[str]] = {}
-
-    def add(
-        method: str, path: str, handler: Callable[..., Any], responses: _Responses, **extra: Any
-    ) -> None:
-        methods_of.setdefault(path, []).append(method)
-        # The form with a trailing slash answers too, without a redirect.
-        for form, shown in ((path, True), (f"{path}/", False)):
-            router.add_api_route(
-                form,
-                handler,
-                methods=[method],
-                responses=responses,
-                include_in_schema=shown,
-                **extra,
-            )
-
-    bad_id, store_down = 400, 503
-    usual = (bad_id, store_down)
-    add("GET", ROLLOUT_PATH, routes.status, _errors(*usual))
-    add("DELETE", ROLLOUT_PATH, routes.delete, _errors(*usual))
-    add("POST", f"{ROLLOUT_PATH}/freeze", routes.freeze, _errors(*usual, 410))
-    add(
-        "GET",
-        f"{ROLLOUT_PATH}/snapshot",
-        routes.snapshot,
-        {
-            **_errors(*usual, 406, 409, 410),
-            200: {
-                "model": SnapshotBody,
-                "content": {NDJSON: {"schema": {"type": "string"}}, ARROW: _BYTES},
-                "description": "JSON; as NDJSON the first line has everything but the entries; "
-                "as an Arrow stream one table row per entry",
-            },
-            304: {"description": "the snapshot that the client has is current"},
-        },
-        response_class=JSONResponse,
-    )
-    built: _Responses = {
-        **_errors(*usual, 406, 409, 410),
-        200: {
-            "model": TrajectoriesBody,
-            "content": {ARROW: _BYTES},
-            "description": "JSON; format traces also as an Arrow stream, one table row per row",
-        },
-    }
-    add("GET", f"{ROLLOUT_PATH}/trajectories", routes.get_trajectories, built)
-    add("POST", f"{ROLLOUT_PATH}/trajectories", routes.post_trajectories, built)
-    add("GET", f"{ROLLOUT_PATH}/manifest", routes.manifest, _errors(*usual, 410))
-    # The same for clients of the seed's API.
-    add("GET", MANIFEST_PATH, routes.manifest, _errors(*usual, 410), name="control_manifest")
-    stale = _errors(*usual, 409, m409=StaleSnapshotBody)
-    add("POST", f"{ROLLOUT_PATH}/retire", routes.retire, stale)
-    add("GET", LISTING_PATH, routes.list_rollouts, _errors(*usual))
-    add("POST", f"{LISTING_PATH}:batch", routes.batch, _errors(*usual))
-    add("POST", f"{LISTING_PATH}:sweep", routes.sweep, _errors(*usual))
-    _refuse_the_rest(router, methods_of)
-    return router
-
-
-_ALL_METHODS: Final = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
-
-
-def _refuse_the_rest(router: APIRouter, methods_of: dict[str, list[str]]) -> None:
-    """Known names with a wrong method: 405; any other segment under R: 404."""
-
-    def refuse_method(allowed: tuple[str, ...]) -> Callable[[Request], Awaitable[Response]]:
-        async def wrong_method(request: Request) -> Response:
-            raise MethodNotAllowedError(
-                f"{request.url.path} takes {' or '.join(allowed)}, not {request.method}",
-                allowed=allowed,
-            )
-
-        return wrong_method
-
-    async def unknown_route(request: Request) -> Response:
-        if "rollout_id" in request.path_params:
-            validate_rollout_id(request.path_params["rollout_id"])
-        raise UnknownRouteError(
-            f"no route {request.url.path}; model calls go to .../{CAPTURE_SEGMENT}/v1/..., "
-            "control routes are listed in /openapi.json"
-        )
-
-    # Plain routes, not guarded ones: an agent's mistake is answered without a control token.
-    for path, methods in methods_of.items():
-        others = [method for method in _ALL_METHODS if method not in methods]
-        handler = refuse_method(tuple(methods))
-        for form in (path, f"{path}/"):
-            router.add_route(form, handler, methods=others, include_in_schema=False)
-    router.add_route(
-        ROLLOUT_PATH + "/{rest:path}",
-        unknown_route,
-        methods=list(_ALL_METHODS),
-        include_in_schema=False,
-    )
-
-
 def install_control_routes(
     app: FastAPI,
     store: CaptureStore,
@@ -415,5 +302,5 @@ def install_control_routes(
     """
     install_error_handlers(app)
     app.include_router(health_router(store, readiness_checks))
-    routes = _ControlRoutes(store, settings, calls)
-    app.include_router(_control_router(routes, ControlGuard(settings)))
+    routes = ControlRoutes(store, settings, calls)
+    app.include_router(control_router(routes, ControlGuard(settings)))

@@ -18,19 +18,9 @@ from middleware.errors import (
     StoreUnavailableError,
     TokenCaptureError,
 )
+from middleware.errors import UnauthorizedError as UnauthorizedError
+from middleware.errors import UnknownRouteError as UnknownRouteError
 from middleware.http_status import RETRY_AFTER_S
-
-
-class UnauthorizedError(TokenCaptureError):
-    """The control token is missing or wrong."""
-
-    code = "unauthorized"
-
-
-class UnknownRouteError(TokenCaptureError):
-    """No such route under a rollout's root."""
-
-    code = "unknown_route"
 
 
 class MethodNotAllowedError(TokenCaptureError):
@@ -72,8 +62,6 @@ class SidecarResponseError(TokenCaptureError):
 
 STATUS_OF: Final[http_status.StatusTable] = (
     (NotAcceptableError, 406),
-    (UnauthorizedError, 401),
-    (UnknownRouteError, 404),
     (MethodNotAllowedError, 405),
     *http_status.STATUS_OF,
 )

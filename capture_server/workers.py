@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Final
@@ -60,7 +60,9 @@ async def _check(settings: Settings) -> None:
         await store.close()
 
 
-def serve_workers(settings: Settings, listener: socket.socket, *, stop_timeout_s: float) -> None:
+def serve_workers(
+    settings: Settings, listeners: Sequence[socket.socket], *, stop_timeout_s: float
+) -> None:
     """Run ``settings.workers`` processes until SIGTERM or SIGINT. Main thread only.
 
     Raises:
@@ -71,7 +73,7 @@ def serve_workers(settings: Settings, listener: socket.socket, *, stop_timeout_s
 
     def start(index: int) -> BaseProcess:
         process = context.Process(
-            target=_work, args=(settings, listener), name=f"token-capture-worker-{index}"
+            target=_work, args=(settings, listeners), name=f"token-capture-worker-{index}"
         )
         process.start()
         return process
@@ -79,7 +81,7 @@ def serve_workers(settings: Settings, listener: socket.socket, *, stop_timeout_s
     Supervisor(start, settings.workers, stop_timeout_s=stop_timeout_s).run()
 
 
-def _work(settings: Settings, listener: socket.socket) -> None:
+def _work(settings: Settings, listeners: Sequence[socket.socket]) -> None:
     """The life of one worker."""
     # Here, not above: the application imports this module.
     from capture_server.app import create_app, run_server
@@ -87,7 +89,7 @@ def _work(settings: Settings, listener: socket.socket) -> None:
 
     configure_logging(settings.log_level, settings.log_format)
     _end_with_parent()
-    if not run_server(create_app(settings), settings, listener):
+    if not run_server(create_app(settings), settings, listeners):
         sys.exit(STARTUP_FAILURE)
 
 

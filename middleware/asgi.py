@@ -13,7 +13,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import unquote_to_bytes
@@ -21,6 +21,7 @@ from urllib.parse import unquote_to_bytes
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from middleware.agent_tokens import AgentTokens
 from middleware.asgi_messages import ClientGone, changed_headers, json_messages, read_body
 from middleware.capture import (
     cancel_intent,
@@ -42,6 +43,8 @@ from middleware.errors import (
     TokenCaptureError,
     TokenCaptureFrozenError,
     TokenCaptureRetiredError,
+    UnauthorizedError,
+    UnknownRouteError,
     UpstreamError,
 )
 from middleware.exchange import CallPlan, CapturedExchange
@@ -58,7 +61,7 @@ from middleware.paths import (
 )
 from middleware.prompt_shape import prompt_config_digest
 from middleware.protocols import LineageResolver, TokenSink, installed_token_sink
-from middleware.routes import NON_GENERATING, Kind, Route, classify
+from middleware.routes import NON_GENERATING, Kind, Route, classify, dialect_of_path
 from middleware.staging_call import StagedCalls, StagedExchange, StagedPlan
 from middleware.token_origin import EngineProvider, ReportedTokens, TokenOrigin
 
@@ -102,6 +105,9 @@ class CaptureMiddleware:
             out (asked per call; it should remember).
         tokens: where tokens come from, when it is not the engine's answers.
         control_app: what serves the control routes, when that is not ``app``.
+        agent_tokens: set where the rollout id in an agent's URL must be signed; control routes
+            take plain ids.
+        takes_calls: whether a connection may carry model calls (another port is for control).
         staging: set where tokens stay with a framework's workers (external staging).
         options: see ``CaptureOptions``.
         calls: registry of running calls, shared with the control routes.
@@ -118,6 +124,8 @@ class CaptureMiddleware:
         engine: EngineProfile | EngineProvider | None = None,
         tokens: TokenOrigin | None = None,
         control_app: ASGIApp | None = None,
+        agent_tokens: AgentTokens | None = None,
+        takes_calls: Callable[[Scope], bool] = lambda _: True,
         staging: StagedCalls | None = None,
         options: CaptureOptions | None = None,
         calls: OpenCallRegistry | None = None,
@@ -129,6 +137,8 @@ class CaptureMiddleware:
         self._sink = sink
         self._resolver = resolver
         self._control_app = control_app if control_app is not None else app
+        self._agent_tokens = agent_tokens
+        self._takes_calls = takes_calls
         self._tokens = tokens or ReportedTokens(engine or engine_profile("vllm"))
         self._staging = staging
         self._options = options or CaptureOptions()
@@ -141,17 +151,31 @@ class CaptureMiddleware:
             return
         scope = _with_single_root(scope)
         try:
-            tagged = parse_tagged_path(raw_path_of(scope), scope.get("root_path", "").encode())
-        except InvalidIdError as error:
-            await self._refuse(send, None, error)
+            root_path = scope.get("root_path", "").encode()
+            tagged = parse_tagged_path(raw_path_of(scope), root_path, self._agent_tokens)
+        except (InvalidIdError, UnauthorizedError) as error:
+            await self._refuse(send, dialect_of_path(scope["path"]), error)
             return
         if tagged is None:
             await self.app(scope, receive, send)
-        elif not tagged.captured:
+        elif tagged.captured:
+            await self._serve_tagged(scope, receive, send, tagged)
+        elif (refusal := self._not_an_agent(scope, tagged)) is not None:
+            await self._refuse(send, dialect_of_path(scope["path"]), refusal)
+        else:
             path = tagged.rest or b"/"
             await self._engine_app(_inner_scope(scope, tagged, path), receive, send)
-        else:
-            await self._serve_tagged(scope, receive, send, tagged)
+
+    def _not_an_agent(self, scope: Scope, tagged: TaggedPath) -> TokenCaptureError | None:
+        """Why this is no place for model traffic; None: it is."""
+        if not self._takes_calls(scope):
+            return UnknownRouteError("this port is for control routes: send model calls to --port")
+        if self._agent_tokens is not None and not tagged.signed:
+            return UnauthorizedError(
+                "the rollout id in an agent's URL must be signed here: give the agent the base "
+                "URL that `token-capture url ROLLOUT` prints"
+            )
+        return None
 
     async def _serve_tagged(
         self, scope: Scope, receive: Receive, send: Send, tagged: TaggedPath
@@ -160,7 +184,12 @@ class CaptureMiddleware:
             scope["method"], tagged.rest, self._options.non_generating, self._tokens.routes
         )
         inner = _inner_scope(scope, tagged, route.raw_path)
-        if route.kind is Kind.HEAD:
+        refusal = None if route.kind is Kind.CONTROL else self._not_an_agent(scope, tagged)
+        if route.kind is Kind.CONTROL and tagged.signed:
+            refusal = UnauthorizedError("control routes take the plain rollout id and a token")
+        if refusal is not None:
+            await self._refuse(send, dialect_of_path(scope["path"]), refusal)
+        elif route.kind is Kind.HEAD:
             await send({"type": "http.response.start", "status": 200, "headers": []})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         elif route.kind is Kind.CONTROL:

@@ -484,13 +484,11 @@ async def _parent_of(context: CaptureContext, choice: ChoiceAnswer) -> LineageRe
 def _choice_before(
     context: CaptureContext, answer: Answer, choice: ChoiceAnswer
 ) -> LineageResolution:
-    """The parent of a sub-generation: the one before it in the same request, if it extends it."""
+    """The parent of a sub-generation: the one before it in the same request, by construction."""
     before = next((other for other in answer.choices if other.index == choice.index - 1), None)
     if before is None:
         return _unresolved("no_match")
     tokens = TokenIds.concat(before.prompt_token_ids, before.token_ids)
-    if not choice.prompt_token_ids.startswith(tokens):
-        return _unresolved("no_match")
     match = LineageMatch(f"{context.model_call_id}.{before.index}", tokens)
     return LineageResolution(ParentResolutionStatus.RESOLVED, match)
 

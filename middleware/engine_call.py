@@ -20,8 +20,10 @@ import numpy as np
 from middleware.context import CaptureContext
 from middleware.dialects.base import Answer, AnswerContent, ChoiceAnswer
 from middleware.engines.base import AnswerDefect, checked_ids, checked_log_probs
+from middleware.env_settings import PrefixSupplyMode
 from middleware.errors import PrefixUnavailableError
 from middleware.records import TokenIds
+from middleware.splice import NoExactPrefixError, require_suppliable
 
 logger = logging.getLogger(__name__)
 
@@ -54,13 +56,52 @@ class _Choice:
         self.extras: dict[str, Any] = {}
 
 
+@dataclass(slots=True, kw_only=True)
+class PrefixSupply:
+    """What became of giving a generation the exact tokens of the one that it continues.
+
+    ``given``: the prompt that replaced the rendered one; it starts with ``parent``. ``supplied``:
+    the engine's own report says that it was used. ``reason``: why not.
+    """
+
+    requested: bool = False
+    parent: TokenIds | None = None
+    given: TokenIds | None = None
+    supplied: bool = False
+    reason: str = ""
+
+    def check(self, reported: TokenIds) -> bool:
+        """Compare with the prompt that the engine reports; False if it ignored what was given."""
+        if self.given is None:
+            return True
+        used = reported == self.given
+        self.supplied = used and self.parent is not None and reported.startswith(self.parent)
+        if not self.supplied:
+            self.reason = "engine_ignored_it"
+        return self.supplied
+
+
 class Generation:
     """One run of the engine for one prompt."""
 
-    def __init__(self, call: EngineCall) -> None:
+    def __init__(self, call: EngineCall, prefix: PrefixSupply) -> None:
         self._call = call
+        self.prefix = prefix
         self.prompt: TokenIds | None = None
         self.choices: dict[int, _Choice] = {}
+
+    def cumulative(self) -> TokenIds:
+        """Prompt and generation, once it has ended by itself.
+
+        Raises:
+            NoExactPrefixError: nothing can be put after it.
+        """
+        choice = self.choices.get(0)
+        if self.prompt is None or choice is None or len(self.choices) > 1:
+            raise NoExactPrefixError("no_parent")
+        if choice.finish_reason not in ("stop", "length"):
+            raise NoExactPrefixError("parent_was_cut")
+        return TokenIds.concat(self.prompt, TokenIds.of(choice.ids))
 
     def note_prompt(self, ids: Any) -> None:
         """The prompt as the engine reports it; later reports change nothing."""
@@ -70,7 +111,7 @@ class Generation:
             except AnswerDefect as defect:
                 self._call.keep(defect)
                 return
-            self._call.check_supply(self.prompt)
+            self._call.check_supply(self)
 
     def note(self, piece: Piece) -> None:
         """Take the tokens of one choice."""
@@ -112,6 +153,7 @@ class EngineCall:
         content: reads what the client is told.
         choices_per_prompt: where one request holds several prompts, choices come prompt-major.
         batch: several generations of this request are several prompts, not turns of one answer.
+        prefix_supply: whether prompts are replaced; ``require`` is about the first generation.
     """
 
     def __init__(
@@ -121,24 +163,34 @@ class EngineCall:
         *,
         choices_per_prompt: int,
         batch: bool,
-        require_prefix: bool = False,
+        prefix_supply: PrefixSupplyMode = "off",
     ) -> None:
         self.context = context
         self._content = content
         self._per_prompt = choices_per_prompt
         self._batch = batch
-        self._require_prefix = require_prefix
+        self._prefix_supply = prefix_supply
         self._generations: list[Generation] = []
-        self._supplied: TokenIds | None = None
+        self._next_prefix = PrefixSupply(requested=context.prefix_requested)
         self.defect: AnswerDefect | None = None
         self.refusal: PrefixUnavailableError | None = None
 
     # --- the engine's side ---------------------------------------------------------------------
 
     @property
-    def has_begun(self) -> bool:
-        """Whether the engine was asked to generate."""
-        return bool(self._generations)
+    def wants_prefix(self) -> bool:
+        """Whether the next prompt should start with recorded tokens."""
+        return self._next_prefix.requested
+
+    def parent_tokens(self) -> TokenIds:
+        """What the next prompt should start with.
+
+        Raises:
+            NoExactPrefixError: the link is sound enough to be recorded, not to be supplied.
+        """
+        if self._generations:
+            return self._generations[-1].cumulative()
+        return require_suppliable(self.context)
 
     def begin(self) -> Generation:
         """A generation starts.
@@ -146,39 +198,45 @@ class EngineCall:
         Raises:
             PrefixUnavailableError: a prefix is required, and none could be supplied.
         """
-        if not self._generations and self.context.prefix_requested and self._supplied is None:
-            self.decline(self.context.prefix_reason or "prompt_not_rendered")
-        generation = Generation(self)
+        prefix = self._next_prefix
+        if prefix.requested and prefix.given is None:
+            self.decline(prefix.reason or "prompt_not_rendered")
+        generation = Generation(self, prefix)
         self._generations.append(generation)
+        # Another generation behind the same answer continues this one (built-in tools).
+        more = self._prefix_supply != "off" and not self._batch
+        self._next_prefix = PrefixSupply(requested=more)
         return generation
 
-    def supply(self, prompt: TokenIds) -> None:
+    def supply(self, parent: TokenIds, prompt: TokenIds) -> None:
         """The engine is about to be given this prompt in place of the rendered one."""
-        self._supplied = prompt
+        self._next_prefix.parent, self._next_prefix.given = parent, prompt
 
     def decline(self, reason: str) -> None:
         """No exact prefix can be given, and why.
 
         Raises:
-            PrefixUnavailableError: one is required.
+            PrefixUnavailableError: one is required, and nothing was generated yet.
         """
+        self._next_prefix.reason = reason
+        if self._generations:
+            return
         self.context.prefix_reason = reason
-        if self._require_prefix:
+        if self._prefix_supply == "require":
             self.refusal = PrefixUnavailableError(
                 f"no exact prefix can be given to this continuation ({reason}); set "
                 "prefix_supply=auto to let such calls drift, or make the agent only append"
             )
             raise self.refusal
 
-    def check_supply(self, reported: TokenIds) -> None:
+    def check_supply(self, generation: Generation) -> None:
         """Only the engine's own report proves that the supplied ids were used."""
-        if self._supplied is None or len(self._generations) != 1:
-            return
-        parent = self.context.parent_tokens
-        used = reported == self._supplied
-        self.context.prefix_supplied = used and parent is not None and reported.startswith(parent)
-        if not self.context.prefix_supplied:
-            self.context.prefix_reason = "engine_ignored_it"
+        prefix = generation.prefix
+        is_used = generation.prompt is not None and prefix.check(generation.prompt)
+        if generation is self._generations[0]:
+            self.context.prefix_supplied = prefix.supplied
+            self.context.prefix_reason = prefix.reason
+        if not is_used:
             logger.error(
                 "the engine did not use the prompt it was given",
                 extra={
@@ -273,6 +331,13 @@ class EngineCall:
         if is_last and not self._content.complete:
             finish_reason = ""
         extras = choice.extras | {"sub_generation": number}
+        if number:
+            prefix = generation.prefix
+            extras |= {
+                "prefix_requested": prefix.requested,
+                "prefix_supplied": prefix.supplied,
+                "prefix_reason": prefix.reason or None,
+            }
         answer = _answer_of(generation, choice, number, items, finish_reason, extras)
         return replace(answer, continues=number > 0)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 from urllib.parse import urlsplit
 
+from middleware.agent_tokens import AgentTokens, split_keys
 from middleware.errors import ConfigurationError
 
 ENV_PREFIX: Final = "TOKEN_CAPTURE_"
@@ -34,6 +35,7 @@ _SERVER_ONLY: Final = frozenset(
         "HOST",
         "PORT",
         "CONTROL_PORT",
+        "CONTROL_HOST",
         "WORKERS",
         "ROOT_PATH",
         "BRIDGE",
@@ -50,7 +52,7 @@ _SERVER_ONLY: Final = frozenset(
 # Read by the stores themselves.
 _STORE_NAMES: Final = frozenset({"CONTROL_TOKEN", "CONTROL_TOKEN_FILE", "SPILL_DIR"})
 # They promise agents something that this mode does not do yet; safe values are accepted.
-_NOT_HERE: Final = {"AGENT_TOKENS": ("off",), "REPLAY_RETRIES": ("false", "0", "off", "no")}
+_NOT_HERE: Final = {"REPLAY_RETRIES": ("false", "0", "off", "no")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +65,7 @@ class EngineSettings:
     max_body_bytes: int | None = None
     max_decoded_body_bytes: int = 1 << 30
     delta_records: bool = True
+    agent_tokens: AgentTokens | None = None  # set: rollout ids in URLs must be signed
     ignored: tuple[str, ...] = ()
 
 
@@ -100,6 +103,10 @@ def engine_settings(environment: Mapping[str, str] | None = None) -> EngineSetti
             ignored.append(f"{ENV_PREFIX}{name}")
         elif name not in _STORE_NAMES and text.lower() not in _NOT_HERE.get(name, ()):
             problems.append(_unknown(name))
+    signs = values.pop("signs", False)
+    keys = values.pop("agent_token_keys", ())
+    if not problems and signs:
+        values["agent_tokens"] = AgentTokens(keys)
     if problems:
         raise ConfigurationError("; ".join(problems))
     return EngineSettings(**values, ignored=tuple(ignored))
@@ -142,6 +149,17 @@ def _one_of(*allowed: str) -> Callable[[str], str]:
     return read
 
 
+def _agent_tokens(text: str) -> bool:
+    return _one_of("off", "signed")(text) == "signed"
+
+
+def _key_file(text: str) -> tuple[str, ...]:
+    try:
+        return split_keys(Path(text).expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read {text}: {error.strerror}") from error
+
+
 def _on_disconnect(text: str) -> bool:
     return _one_of("cancel", "drain")(text) == "drain"
 
@@ -166,4 +184,7 @@ _READERS: Final[Mapping[str, tuple[str, Callable[[str], Any]]]] = {
     "MAX_BODY_BYTES": ("max_body_bytes", _bytes),
     "MAX_DECODED_BODY_BYTES": ("max_decoded_body_bytes", _bytes),
     "DELTA_RECORDS": ("delta_records", _flag),
+    "AGENT_TOKENS": ("signs", _agent_tokens),
+    "AGENT_TOKEN_KEY": ("agent_token_keys", split_keys),
+    "AGENT_TOKEN_KEY_FILE": ("agent_token_keys", _key_file),
 }

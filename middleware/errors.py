@@ -53,6 +53,24 @@ class BodyTooLargeError(InvalidInputError):
     code = "body_too_large"
 
 
+class UnauthorizedError(TokenCaptureError):
+    """The control token, or the signature of an agent's URL, is missing or wrong."""
+
+    code = "unauthorized"
+
+
+class UnknownRouteError(TokenCaptureError):
+    """No such route here."""
+
+    code = "unknown_route"
+
+
+class BudgetExhaustedError(TokenCaptureError):
+    """The rollout has used up what it was registered with."""
+
+    code = "rollout_budget_exhausted"
+
+
 class ConflictError(TokenCaptureError):
     """The request contradicts recorded state."""
 

@@ -9,11 +9,14 @@ from typing import Final
 
 from middleware.errors import (
     BodyTooLargeError,
+    BudgetExhaustedError,
     ConflictError,
     InvalidInputError,
     StoreError,
     TokenCaptureError,
     TokenCaptureRetiredError,
+    UnauthorizedError,
+    UnknownRouteError,
     UnsupportedEncodingError,
     UpstreamError,
 )
@@ -24,6 +27,9 @@ STATUS_OF: Final[StatusTable] = (
     (BodyTooLargeError, 413),
     (UnsupportedEncodingError, 415),
     (InvalidInputError, 400),
+    (UnauthorizedError, 401),
+    (UnknownRouteError, 404),
+    (BudgetExhaustedError, 429),
     (TokenCaptureRetiredError, 410),
     (ConflictError, 409),
     (StoreError, 503),

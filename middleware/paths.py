@@ -1,7 +1,8 @@
 """The tagged URL: its grammar in one place, and the one validator of ids.
 
 ``/ng-rollout/<rollout id>/training-token-capture/v1/...``. Pure functions on strings and bytes;
-what is done with a route is decided in ``middleware.asgi``.
+what is done with a route is decided in ``middleware.asgi``. With ``AgentTokens`` the id of an
+agent's URL is signed; everywhere behind this module it is the plain id.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 from urllib.parse import unquote_to_bytes
 
+from middleware.agent_tokens import SEPARATOR, AgentTokens
 from middleware.errors import InvalidIdError
 
 ROLLOUT_SEGMENT: Final = "ng-rollout"
@@ -60,23 +62,29 @@ class TaggedPath:
     ``prefix`` is what stands before ``/ng-rollout`` (a gateway's mount path, usually empty);
     ``rest`` is what follows the tag, percent-encoding untouched: ``""`` or starting with ``/``
     (or ``:`` never; batch routes are not tagged). ``captured`` says whether the
-    ``training-token-capture`` segment is present.
+    ``training-token-capture`` segment is present; ``signed`` whether the id carried a signature
+    (it was right then).
     """
 
     prefix: bytes
     rollout_id: str
     captured: bool
     rest: bytes
+    signed: bool = False
 
 
-def parse_tagged_path(raw_path: bytes, root_path: bytes = b"") -> TaggedPath | None:
+def parse_tagged_path(
+    raw_path: bytes, root_path: bytes = b"", agent_tokens: AgentTokens | None = None
+) -> TaggedPath | None:
     """Split a raw (still percent-encoded) path, or None if it is not tagged.
 
     The path may or may not repeat ``root_path`` in front (servers differ); both are understood.
+    With ``agent_tokens`` the id may carry a signature; without, that is an invalid id.
 
     Raises:
         InvalidIdError: the path is tagged but its rollout id (after one percent-decoding) breaks
             the id rule.
+        UnauthorizedError: the id's signature is wrong.
     """
     head = b""
     if root_path and raw_path.startswith(root_path.rstrip(b"/") + b"/"):
@@ -90,6 +98,10 @@ def parse_tagged_path(raw_path: bytes, root_path: bytes = b"") -> TaggedPath | N
         rollout_id = unquote_to_bytes(rest[0]).decode("ascii")
     except UnicodeDecodeError:
         rollout_id = unquote_to_bytes(rest[0]).decode("utf-8", "replace")
+    signed = agent_tokens is not None and SEPARATOR in rollout_id
+    if agent_tokens is not None and signed:
+        rollout_id, _, signature = rollout_id.partition(SEPARATOR)
+        agent_tokens.verify(validate_rollout_id(rollout_id), signature)
     validate_rollout_id(rollout_id)
     tail = rest[1:]
     # Doubled slashes after the id are tolerated: clients join base URLs carelessly.
@@ -103,16 +115,21 @@ def parse_tagged_path(raw_path: bytes, root_path: bytes = b"") -> TaggedPath | N
         rollout_id=rollout_id,
         captured=captured,
         rest=b"/" + b"/".join(tail) if tail else b"",
+        signed=signed,
     )
 
 
-def capture_base_url(server_url: str, rollout_id: str) -> str:
+def capture_base_url(
+    server_url: str, rollout_id: str, agent_tokens: AgentTokens | None = None
+) -> str:
     """The OpenAI-style base URL (ending in ``/v1``) that an agent is given.
 
     Raises:
         InvalidIdError: the id is not valid.
     """
-    return f"{control_url(server_url, rollout_id)}/v1"
+    validate_rollout_id(rollout_id)
+    segment = rollout_id if agent_tokens is None else agent_tokens.sign(rollout_id)
+    return f"{server_url.rstrip('/')}/{ROLLOUT_SEGMENT}/{segment}/{CAPTURE_SEGMENT}/v1"
 
 
 def control_url(server_url: str, rollout_id: str) -> str:

@@ -65,6 +65,10 @@ class RolloutStatus:
     snapshot_id: str | None = None
     version: int = 0
     labels: Mapping[str, str] = field(default_factory=dict)
+    # as registered; None: no limit
+    max_calls: int | None = None
+    max_generated_tokens: int | None = None
+    expires_at: float | None = None  # Unix time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

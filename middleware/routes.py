@@ -9,7 +9,7 @@ from enum import Enum, auto
 from typing import Final
 from urllib.parse import unquote_to_bytes
 
-from middleware.dialects import CAPTURED_ROUTES
+from middleware.dialects import CAPTURED_ROUTES, IN_ENGINE_ROUTES
 from middleware.dialects.base import Dialect
 
 CONTROL_NAMES: Final = frozenset(
@@ -102,6 +102,12 @@ def classify(
     if method in ("GET", "OPTIONS"):
         return Route(Kind.FORWARD, rest)
     return Route(Kind.DELETE if method == "DELETE" else Kind.UNOBSERVED, rest)
+
+
+def dialect_of_path(path: str) -> Dialect | None:
+    """Whose error shape a refused request gets, before its path is understood."""
+    clean = path.rstrip("/")
+    return next((d for route, d in IN_ENGINE_ROUTES.items() if clean.endswith(route[3:])), None)
 
 
 def _as_v1(segments: list[str]) -> str:

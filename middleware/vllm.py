@@ -39,7 +39,6 @@ from middleware.splice import (
     MARKERS,
     NoExactPrefixError,
     exact_prompt,
-    require_suppliable,
     with_last_answer,
 )
 from middleware.store_entry_points import open_shared_store
@@ -115,6 +114,7 @@ class TokenCapture:
         self._capture = CaptureMiddleware(
             self._app,
             control_app=_control_is_elsewhere,
+            agent_tokens=settings.agent_tokens,
             sink=store,
             resolver=resolver,
             tokens=boundary,
@@ -188,7 +188,7 @@ class VLLMBoundary:
             dialect.content(body),
             choices_per_prompt=dialect.choices_per_prompt(body),
             batch=dialect.name == "completions",
-            require_prefix=self.prefix_supply == "require",
+            prefix_supply=self.prefix_supply,
         )
         context.engine_call = call
         return PreparedCall(TokenAsk(), call)
@@ -232,7 +232,7 @@ class VLLMBoundary:
         """In place of ``renderer.render_chat_async``."""
         rendered = await self._render(conversations, chat_params, tok_params, **kwargs)
         call = _current_call()
-        if call is None or call.has_begun or not call.context.prefix_requested:
+        if call is None or not call.wants_prefix:
             return rendered
         marked = [with_last_answer(conversations[0], marker) for marker in MARKERS]
         if None in marked:
@@ -243,21 +243,21 @@ class VLLMBoundary:
             return (await self._render(marked, chat_params, tok_params, **kwargs))[1]
 
         try:
-            ids = await self._exact_ids(call, prompts, tok_params, render_marked)
+            parent = call.parent_tokens()
+            ids = await self._exact_ids(parent, prompts, tok_params, render_marked)
         except NoExactPrefixError as refusal:
             try:
                 call.decline(refusal.reason)
             except PrefixUnavailableError as error:
                 raise HTTPException(409, str(error)) from error
             return rendered
-        call.supply(ids)
+        call.supply(parent, ids)
         prompt = {key: value for key, value in prompts[0].items() if key != "prompt_token_offsets"}
         return messages, [{**prompt, "prompt_token_ids": ids.tolist()}]
 
     async def _exact_ids(
-        self, call: EngineCall, prompts: Any, tok_params: Any, render_marked: Callable[[], Any]
-    ) -> Any:
-        parent = require_suppliable(call.context)
+        self, parent: TokenIds, prompts: Any, tok_params: Any, render_marked: Callable[[], Any]
+    ) -> TokenIds:
         if len(prompts) != 1:
             raise NoExactPrefixError("several_prompts")
         if getattr(tok_params, "truncate_prompt_tokens", None) is not None:

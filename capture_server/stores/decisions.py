@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from capture_server.stores.fold import CALL_ID_CONFLICT, RolloutFold, merged_notes
+from capture_server.stores.fold import CALL_ID_CONFLICT, EXPIRED, RolloutFold, merged_notes
 from capture_server.stores.journal import (
     Cancel,
     Closing,
@@ -20,11 +20,14 @@ from capture_server.stores.journal import (
     LedgerRow,
     Note,
     Record,
+    Registered,
     Retired,
 )
 from middleware.errors import (
+    BudgetExhaustedError,
     CallIdConflictError,
     NotFrozenError,
+    RolloutExistsError,
     TokenCaptureError,
     TokenCaptureFrozenError,
     TokenCaptureRetiredError,
@@ -43,6 +46,18 @@ class Decision:
     records: Sequence[Record] = ()
     error: TokenCaptureError | None = None
     late: bool = False
+
+
+def decide_register(fold: RolloutFold, registered: Registered) -> Decision:
+    """Register a rollout of which nothing is known: a reused id must not mix two attempts."""
+    if fold.state != "unknown":
+        return Decision(
+            error=RolloutExistsError(
+                f"rollout {fold.rollout_id!r} has records already (it is {fold.state}): delete it "
+                "first, or use a new id for a new attempt"
+            )
+        )
+    return Decision([registered])
 
 
 def decide_intent(fold: RolloutFold, intent: Intent) -> Decision:
@@ -68,7 +83,40 @@ def decide_intent(fold: RolloutFold, intent: Intent) -> Decision:
                 "mint a new id"
             )
         )
+    if (refusal := _refused_by_registration(fold, intent.at)) is not None:
+        return Decision(error=refusal)
     return Decision([intent])
+
+
+def _refused_by_registration(fold: RolloutFold, at: float) -> TokenCaptureError | None:
+    """Why a registered rollout takes no further call; decided under its lock, so exactly."""
+    registered = fold.registered
+    if registered is None:
+        return None
+    if registered.expires_at is not None and at >= registered.expires_at:
+        return TokenCaptureFrozenError(
+            f"rollout {fold.rollout_id!r} has outlived its ttl_s: it takes no new calls"
+        )
+    what, used, limit = "calls", fold.num_started, registered.max_calls
+    if limit is None or used < limit:
+        what, used = "generated tokens", fold.generated_tokens
+        limit = registered.max_generated_tokens
+    if limit is None or used < limit:
+        return None
+    return BudgetExhaustedError(
+        f"rollout {fold.rollout_id!r} has used {used} of its {limit} {what}: end this attempt"
+    )
+
+
+def _expiry(fold: RolloutFold, at: float) -> list[Record]:
+    """The mark of a rollout that nobody began to freeze within its time."""
+    registered = fold.registered
+    if registered is None or registered.expires_at is None or fold.closing:
+        return []
+    if at < registered.expires_at:
+        return []
+    detail = "the rollout was still open when its ttl_s had passed"
+    return list(decide_incomplete(fold, Incomplete(code=EXPIRED, detail=detail, at=at)).records)
 
 
 def decide_cancel(fold: RolloutFold, cancel: Cancel, *, exact: bool = False) -> Decision:
@@ -157,14 +205,18 @@ def decide_fence(fold: RolloutFold, at: float) -> Decision:
     """Refuse new intents from now on."""
     if fold.retired is not None:
         return Decision(error=retired_error(fold))
-    return Decision([] if fold.closing or fold.frozen is not None else [Closing(at=at)])
+    if fold.closing or fold.frozen is not None:
+        return Decision()
+    return Decision([*_expiry(fold, at), Closing(at=at)])
 
 
 def decide_freeze(fold: RolloutFold, snapshot_id: str, at: float) -> Decision:
     """Fence the rollout; a frozen one keeps its snapshot."""
     if fold.retired is not None:
         return Decision(error=retired_error(fold))
-    return Decision([] if fold.frozen is not None else [Frozen(snapshot_id=snapshot_id, at=at)])
+    if fold.frozen is not None:
+        return Decision()
+    return Decision([*_expiry(fold, at), Frozen(snapshot_id=snapshot_id, at=at)])
 
 
 def decide_retire(fold: RolloutFold, snapshot_id: str, version: int, at: float) -> Retired | None:

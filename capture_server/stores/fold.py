@@ -27,6 +27,7 @@ from capture_server.stores.journal import (
     LedgerRow,
     Note,
     Record,
+    Registered,
     Retired,
     Torn,
 )
@@ -37,6 +38,7 @@ from middleware.records import TokenEntry
 CALL_ID_CONFLICT: Final = "call_id_conflict"
 CORRUPT_JOURNAL: Final = "corrupt_journal"
 DANGLING_INTENT: Final = "dangling_intent"
+EXPIRED: Final = "rollout_expired"
 MARKED_INCOMPLETE: Final = "marked_incomplete"  # mark_incomplete without a reason
 STORE_FAILURE: Final = "store_failure"
 UNOBSERVED_PATH: Final = "unobserved_path"
@@ -66,6 +68,8 @@ class RolloutFold:
     closing: bool = False
     frozen: Frozen | None = None
     retired: Retired | None = None
+    registered: Registered | None = None
+    num_started: int = 0  # intents that were not cancelled
     calls: dict[str, Call] = field(default_factory=dict)
     choices: dict[str, list[str]] = field(default_factory=dict)  # base id -> its choices' ids
     notes: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -145,7 +149,13 @@ class RolloutFold:
             last_call_at=self._last_at,
             snapshot_id=ended.snapshot_id if ended else None,
             version=self.version,
+            **registration_status(self.registered),
         )
+
+    @property
+    def generated_tokens(self) -> int:
+        """Of the stored records."""
+        return self._generated_tokens
 
     def first_call(self, request_digest: str) -> bool:
         """Whether no call with another (or unknown) request body is held, cancelled ones apart.
@@ -163,6 +173,8 @@ class RolloutFold:
             case Note():
                 self._apply_note(record)
                 return
+            case Registered():
+                self.registered = record
             case Intent():
                 self._apply_intent(record)
             case Cancel():
@@ -212,6 +224,7 @@ class RolloutFold:
             attempt=record.attempt,
             open=True,
         )
+        self.num_started += 1
         self._count_live(record.request_digest, 1)
         self._seen_at(record.at)
 
@@ -219,6 +232,7 @@ class RolloutFold:
         call = self.calls.get(record.call)
         if call is not None and call.open:
             call.open, call.cancelled = False, True
+            self.num_started -= 1
             self._count_live(call.request_digest, -1)
 
     def _apply_entry(self, record: Entry) -> None:
@@ -287,6 +301,18 @@ class RolloutFold:
         if at:
             self._first_at = at if self._first_at is None else min(self._first_at, at)
             self._last_at = at if self._last_at is None else max(self._last_at, at)
+
+
+def registration_status(registered: Registered | None) -> dict[str, Any]:
+    """The fields of a status that come from the registration."""
+    if registered is None:
+        return {}
+    return {
+        "labels": dict(registered.labels),
+        "max_calls": registered.max_calls,
+        "max_generated_tokens": registered.max_generated_tokens,
+        "expires_at": registered.expires_at,
+    }
 
 
 def merged_notes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:

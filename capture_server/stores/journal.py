@@ -11,6 +11,7 @@ r"""The journal format: pure encoding, decoding and scanning of one rollout's ap
 
     t           says                                              then the rollout
     journal     whose file this is; ``uid`` is new on every rewrite
+    registered  budgets, expiry and labels, before the first call    open
     intent      a call is about to generate                       open
     cancel      nothing generated reached the client              open
     entry       a finished record (arrays packed), closes intent  open
@@ -64,6 +65,21 @@ class Header:
     uid: str
     v: int
     at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registered:
+    """What a rollout was registered with (``decisions.decide_register``).
+
+    ``expires_at`` is a Unix time; None: no such limit.
+    """
+
+    TYPE: ClassVar[str] = "registered"
+    at: float = 0.0
+    max_calls: int | None = None
+    max_generated_tokens: int | None = None
+    expires_at: float | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,13 +216,14 @@ class Torn:
 
 
 Record = (
-    Header | Intent | Cancel | Entry | LedgerRow | Note | Incomplete | Closing | Frozen | Retired
-    | Torn
+    Header | Registered | Intent | Cancel | Entry | LedgerRow | Note | Incomplete | Closing | Frozen
+    | Retired | Torn
 )  # fmt: skip
 _TYPES: Final[dict[str, type[Record]]] = {
     cls.TYPE: cls
     for cls in (
-        Header, Intent, Cancel, Entry, LedgerRow, Note, Incomplete, Closing, Frozen, Retired, Torn,
+        Header, Registered, Intent, Cancel, Entry, LedgerRow, Note, Incomplete, Closing, Frozen,
+        Retired, Torn,
     )
 }  # fmt: skip
 

@@ -39,6 +39,9 @@ STATUS_KEYS = [
     "snapshot_id",
     "version",
     "labels",
+    "max_calls",
+    "max_generated_tokens",
+    "expires_at",
 ]
 
 
@@ -810,7 +813,7 @@ WRONG_METHODS = [
     ("DELETE", "trajectories", "GET, POST"),
     ("GET", "retire", "POST"),
     ("PUT", "snapshot", "GET"),
-    ("PATCH", "", "GET, DELETE"),
+    ("PATCH", "", "GET, PUT, DELETE"),
     ("GET", "freeze/", "POST"),
 ]
 
@@ -894,6 +897,7 @@ async def test_an_id_is_compared_after_one_decoding(
 
 CONTROL_ROUTES = [
     ("GET", root("r1")),
+    ("PUT", root("r1")),
     ("DELETE", root("r1")),
     ("POST", root("r1", "freeze")),
     ("GET", root("r1", "snapshot")),

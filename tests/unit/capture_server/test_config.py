@@ -165,9 +165,7 @@ def test_variables_that_are_not_settings_pass(name: str, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("agent_tokens", "signed"),
         ("bridge", "always"),
-        ("control_port", 8901),
         ("engine", "sglang"),
         ("max_wait_s", 1.0),
         ("prefix_supply", "require"),
@@ -178,6 +176,43 @@ def test_settings_that_this_release_cannot_honour_are_refused(name: str, value: 
     message = problems_of(**{name: value})
 
     assert f"{name}: {value!r} is not in this release; use " in message
+
+
+@pytest.mark.parametrize("key", ["", "short", "x" * 31, "ü" * 40, f"{'x' * 40},short"])
+def test_signed_urls_need_a_strong_key(key: str) -> None:
+    """A missing, short or odd key is refused at the start, and never shown."""
+    message = problems_of(agent_tokens="signed", agent_token_key=key)
+
+    assert "agent_token_key" in message.lower()
+    assert not key or key not in message
+
+
+def test_keys_come_from_a_file_and_are_hidden(tmp_path: Path) -> None:
+    """Rotation: several keys in one file; what is shown holds none of them."""
+    file = tmp_path / "keys"
+    file.write_text(f"{'n' * 40}\n{'o' * 40}\n")
+
+    settings = load_settings(agent_tokens="signed", agent_token_key_file=file)
+
+    assert settings.agent_token_keys == ("n" * 40, "o" * 40)
+    shown = str(settings.effective()) + repr(settings)
+    assert "nnn" not in shown
+    assert "ooo" not in shown
+
+
+def test_a_control_port_must_be_another_one() -> None:
+    """Two listeners cannot share a port, and an address without a port means nothing."""
+    assert "must differ" in problems_of(port=8900, control_port=8900)
+    assert "control_port" in problems_of(control_host="127.0.0.1")
+
+
+def test_a_control_host_of_its_own_keeps_control_private() -> None:
+    """Agents may come from anywhere while control stays on this machine."""
+    settings = load_settings(host="0.0.0.0", control_port=8901, control_host="127.0.0.1")
+
+    assert settings.control_address == "127.0.0.1"
+    assert "without a control token" in problems_of(host="0.0.0.0", control_port=8901)
+    assert "without a control token" in problems_of(control_port=8901, control_host="0.0.0.0")
 
 
 def test_the_release_limits_name_existing_settings() -> None:

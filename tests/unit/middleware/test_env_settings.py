@@ -56,7 +56,7 @@ def test_every_setting_is_read() -> None:
         ("STORE", "file://relative", "absolute path"),
         ("STORE", "relative", "file:///var/lib/token-capture"),
         ("STORE", "http://", "http://127.0.0.1:8900"),
-        ("AGENT_TOKENS", "signed", "not available inside an engine"),
+        ("AGENT_TOKENS", "signed", "need a key"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(name: str, value: str, says: str) -> None:
