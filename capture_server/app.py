@@ -118,7 +118,9 @@ def create_app(settings: Settings, *, store: CaptureStore | None = None) -> Fast
     install_store_rpc(app, capture_store, resolver, settings)
     app.include_router(metrics_router(metrics))
     install_dashboard(app, capture_store, settings, lambda: len(calls))
-    install_control_routes(app, capture_store, settings, calls, readiness_checks=[_lost_marks])
+    install_control_routes(
+        app, capture_store, settings, calls, readiness_checks=[_lost_marks], told=metrics
+    )
     app.add_middleware(door.middleware, engine_app=engine_app)
     app.add_middleware(
         CaptureMiddleware,

@@ -46,7 +46,14 @@ from capture_server.errors import (
     error_body,
 )
 from capture_server.errors_http import install_error_handlers
-from capture_server.freezing import OpenCalls, freeze_rollout, retire_current, retire_rollout
+from capture_server.freezing import (
+    NOBODY,
+    Lifecycle,
+    OpenCalls,
+    freeze_rollout,
+    retire_current,
+    retire_rollout,
+)
 from capture_server.health_routes import ReadinessCheck, health_router
 from capture_server.negotiation import etag_matches, preferred_encoding, preferred_type
 from capture_server.registration import register_rollout, settle_all, settled
@@ -93,8 +100,15 @@ RolloutId = Annotated[
 class ControlRoutes:
     """The handlers, bound to one store."""
 
-    def __init__(self, store: CaptureStore, settings: Settings, calls: OpenCalls | None) -> None:
+    def __init__(
+        self,
+        store: CaptureStore,
+        settings: Settings,
+        calls: OpenCalls | None,
+        told: Lifecycle,
+    ) -> None:
         self._store = store
+        self._told = told
         self._grace_s = settings.freeze_grace_s
         self._has_external_staging = settings.external_staging != "off"
         self._calls = calls
@@ -120,7 +134,9 @@ class ControlRoutes:
     async def freeze(self, rollout_id: RolloutId) -> StatusBody:
         """Refuse new calls, wait a bounded time for running ones, and fix the snapshot."""
         return StatusBody.of(
-            await freeze_rollout(self._store, self._calls, rollout_id, grace_s=self._grace_s)
+            await freeze_rollout(
+                self._store, self._calls, rollout_id, grace_s=self._grace_s, told=self._told
+            )
         )
 
     async def snapshot(
@@ -191,7 +207,11 @@ class ControlRoutes:
     async def retire(self, rollout_id: RolloutId, body: RetireRequest) -> RetiredBody:
         """Remove exactly the snapshot that was consumed; a tombstone stays."""
         await retire_rollout(
-            self._store, rollout_id, snapshot_id=body.snapshot_id, version=body.version
+            self._store,
+            rollout_id,
+            snapshot_id=body.snapshot_id,
+            version=body.version,
+            told=self._told,
         )
         return RetiredBody()
 
@@ -234,7 +254,7 @@ class ControlRoutes:
         consumed = body.snapshots.get(rollout_id)
         if consumed is not None:
             return (await self.retire(rollout_id, consumed)).model_dump()
-        await retire_current(self._store, rollout_id)
+        await retire_current(self._store, rollout_id, self._told)
         return RetiredBody().model_dump()
 
     async def sweep(self, body: SweepRequest | None = None) -> SweepBody:
@@ -294,13 +314,15 @@ def install_control_routes(
     calls: OpenCalls | None = None,
     *,
     readiness_checks: Sequence[ReadinessCheck] = (),
+    told: Lifecycle = NOBODY,
 ) -> None:
     """Add the control and health routes and the error shape to the application.
 
     ``calls`` is whoever serves model calls in this process (None: nobody does). Each readiness
-    check returns None, or the reason why ``/readyz`` must be red. The caller keeps the store.
+    check returns None, or the reason why ``/readyz`` must be red. ``told`` hears of freezes and
+    retirements. The caller keeps the store.
     """
     install_error_handlers(app)
     app.include_router(health_router(store, readiness_checks))
-    routes = ControlRoutes(store, settings, calls)
+    routes = ControlRoutes(store, settings, calls, told)
     app.include_router(control_router(routes, ControlGuard(settings)))

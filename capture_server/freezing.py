@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import Protocol
+from typing import Final, Protocol
 
 import anyio
 
@@ -42,8 +42,26 @@ class OpenCalls(Protocol):
         """
 
 
+class Lifecycle:
+    """Told what was done here; does nothing by itself."""
+
+    def frozen(self) -> None:
+        """A rollout was frozen by this call, not by an earlier one."""
+
+    def retired(self) -> None:
+        """A rollout's records were removed by this call."""
+
+
+NOBODY: Final = Lifecycle()
+
+
 async def freeze_rollout(
-    store: CaptureStore, calls: OpenCalls | None, rollout_id: str, *, grace_s: float
+    store: CaptureStore,
+    calls: OpenCalls | None,
+    rollout_id: str,
+    *,
+    grace_s: float,
+    told: Lifecycle = NOBODY,
 ) -> RolloutStatus:
     """Fence, wait at most ``grace_s`` for running calls, freeze; idempotent.
 
@@ -62,6 +80,7 @@ async def freeze_rollout(
     with contextlib.suppress(TokenCaptureFrozenError):
         await _wait_for_calls(store, calls, rollout_id, grace_s)
     await store.freeze(rollout_id)
+    told.frozen()
     return await store.status(rollout_id)
 
 
@@ -86,7 +105,12 @@ async def _wait_for_calls(
 
 
 async def retire_rollout(
-    store: CaptureStore, rollout_id: str, *, snapshot_id: str, version: int
+    store: CaptureStore,
+    rollout_id: str,
+    *,
+    snapshot_id: str,
+    version: int,
+    told: Lifecycle = NOBODY,
 ) -> None:
     """Retire exactly the snapshot that was consumed; again is fine.
 
@@ -97,6 +121,7 @@ async def retire_rollout(
     """
     await _require_frozen(store, rollout_id)
     if await store.drop(rollout_id, snapshot_id=snapshot_id, version=version):
+        told.retired()
         return
     status = await store.status(rollout_id)
     now = f"at version {status.version} of snapshot {status.snapshot_id}"
@@ -109,7 +134,7 @@ async def retire_rollout(
     raise StaleSnapshotError(message, snapshot_id=status.snapshot_id, version=status.version)
 
 
-async def retire_current(store: CaptureStore, rollout_id: str) -> None:
+async def retire_current(store: CaptureStore, rollout_id: str, told: Lifecycle = NOBODY) -> None:
     """Retire whatever the rollout is frozen at now.
 
     Raises:
@@ -119,7 +144,11 @@ async def retire_current(store: CaptureStore, rollout_id: str) -> None:
     status = await _require_frozen(store, rollout_id)
     if status.state == "frozen":
         await retire_rollout(
-            store, rollout_id, snapshot_id=status.snapshot_id or "", version=status.version
+            store,
+            rollout_id,
+            snapshot_id=status.snapshot_id or "",
+            version=status.version,
+            told=told,
         )
 
 

@@ -29,6 +29,7 @@ from prometheus_client import (
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 from starlette.responses import Response
 
+from capture_server.freezing import Lifecycle
 from middleware._version import __version__
 from middleware.observer import CallReport, CaptureObserver
 from middleware.records import ParentResolutionStatus, TokenEntry
@@ -55,7 +56,7 @@ class Gauges:
     unhealthy: Callable[[], Awaitable[str | None]]  # why the store takes no writes
 
 
-class Metrics(CaptureObserver):
+class Metrics(CaptureObserver, Lifecycle):
     """All metrics of one process, in a registry of their own."""
 
     def __init__(self) -> None:
@@ -154,11 +155,11 @@ class Metrics(CaptureObserver):
         self._fsync.observe(seconds)
 
     def frozen(self) -> None:
-        """A rollout was frozen."""
+        """See ``Lifecycle``."""
         self._frozen.inc()
 
     def retired(self) -> None:
-        """A rollout was retired."""
+        """See ``Lifecycle``."""
         self._retired.inc()
 
     async def sample(self, gauges: Gauges) -> None:

@@ -115,6 +115,10 @@ class TokenCaptureStore:
         """This process's counters (live object)."""
         return self._committer.statistics
 
+    def spill_usage(self) -> tuple[int, int]:
+        """See ``SpillingStore``."""
+        return self._committer.owed.spill_usage()
+
     def is_process_shared(self) -> bool:
         """Other processes with the same root see every record as soon as it is acknowledged."""
         return True

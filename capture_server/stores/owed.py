@@ -46,6 +46,10 @@ class OwedRecords:
         self._has_thread = False
         self._closed = False
 
+    def spill_usage(self) -> tuple[int, int]:
+        """Items in the spill, and the bytes that they take; zeros without one."""
+        return (0, 0) if self._spill is None else (len(self._spill), self._spill.num_bytes)
+
     def add(self, rollout_id: str, records: Sequence[Record]) -> None:
         """Note them down (equal ones once) and see that they are retried."""
         fresh = []

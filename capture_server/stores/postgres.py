@@ -145,6 +145,10 @@ class PostgresCaptureStore:
         """This process's counters (live object)."""
         return self._committer.statistics
 
+    def spill_usage(self) -> tuple[int, int]:
+        """See ``SpillingStore``."""
+        return self._committer.owed.spill_usage()
+
     def is_process_shared(self) -> bool:
         """Everyone on the database sees every record as soon as it is acknowledged."""
         return True

@@ -123,6 +123,10 @@ class HttpTokenSink:
         self._replayer = Replayer(self._link, self._spill)
         self._open = OpenAttempts()  # the intents that this process wrote
 
+    def spill_usage(self) -> tuple[int, int]:
+        """See ``SpillingStore``."""
+        return len(self._spill), self._spill.num_bytes
+
     def is_process_shared(self) -> bool:
         """Every process that uses the same sidecar sees the same records."""
         return True

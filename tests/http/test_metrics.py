@@ -6,17 +6,21 @@ import asyncio
 import shutil
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 
 import httpx
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client.parser import text_string_to_metric_families
 
+from capture_server.stores.memory import MemoryCaptureStore
+from capture_server.stores.remote import RemoteCaptureStore
+from capture_server.stores.statistics import spill_usage
 from capture_server.tracing import CallTracer
 from middleware.context import CaptureContext
 from middleware.observer import CallReport, CaptureObserver, Observers
 from middleware.records import TokenEntry
-from tests.http.capture_rig import CHAT, HELLO, STREAM, Sidecar, sidecar
+from tests.http.capture_rig import CHAT, HELLO, STREAM, R, Sidecar, sidecar
 from tests.http.upstream import (
     RESET,
     STREAM_HEAD,
@@ -87,6 +91,33 @@ async def test_what_did_not_end_well_is_counted_by_kind() -> None:
     assert seen["calls_total{dialect=chat,engine=openai,outcome=cut}"] == 1
     assert reasons == ["missing_prompt_token_ids"]
     assert seen["incomplete_total{code=missing_prompt_token_ids}"] == 1
+
+
+async def test_freezing_and_retiring_are_counted_once() -> None:
+    """Repeating either changes nothing; a batch counts each rollout."""
+    async with scripted_engine([whole(chat())]) as engine, sidecar(engine.url) as car:
+        for name in ("r1", "r2"):
+            await car.http.post(CHAT.replace("/r1/", f"/{name}/"), json=HELLO)
+        frozen = await car.freeze()
+        await car.freeze()
+        await car.http.post("/ng-rollout:batch", json={"op": "freeze", "ids": ["r1", "r2"]})
+        known = {key: frozen[key] for key in ("snapshot_id", "version")}
+        for _ in range(2):
+            assert (await car.http.post(R + "/retire", json=known)).json() == {"retired": True}
+        seen = await samples(car)
+
+    assert (seen["frozen_total"], seen["retired_total"]) == (2, 1)
+
+
+async def test_what_waits_in_the_spill_is_shown(tmp_path: Path) -> None:
+    """The remote store's sidecar is away: its marks wait on the local disk."""
+    store = RemoteCaptureStore("http://127.0.0.1:9", spill_dir=tmp_path)
+    assert spill_usage(store) == (0, 0)
+    await store.mark_incomplete("r1", "c1", reason="lost")
+    items, size = spill_usage(store)
+    await store.close()
+    assert (items, size > 0) == (1, True)
+    assert spill_usage(MemoryCaptureStore()) == (0, 0)
 
 
 async def test_refusals_are_counted_by_code() -> None:
