@@ -119,9 +119,10 @@ async def retire_rollout(
         StaleSnapshotError: the rollout changed since, or another state of it was retired;
             nothing was removed.
     """
-    await _require_frozen(store, rollout_id)
+    before = await _require_frozen(store, rollout_id)
     if await store.drop(rollout_id, snapshot_id=snapshot_id, version=version):
-        told.retired()
+        if before.state == "frozen":
+            told.retired()
         return
     status = await store.status(rollout_id)
     now = f"at version {status.version} of snapshot {status.snapshot_id}"
