@@ -162,8 +162,12 @@ class Settings(BaseSettings):
     traces: Literal["off", "otlp"] = Field(
         "off", description="send a span per captured call to an OpenTelemetry collector"
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info")
-    log_format: Literal["text", "json"] = Field("text")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="what is logged, from this level up"
+    )
+    log_format: Literal["text", "json"] = Field(
+        "text", description="lines for humans, or JSON objects"
+    )
     control_token: SecretStr | None = Field(
         None, description="bearer token of the control routes; several: comma or line separated"
     )
